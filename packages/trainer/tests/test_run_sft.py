@@ -226,6 +226,20 @@ def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(sft_file):
 @pytest.mark.parametrize(
     ("override", "field"),
     [
+        ("engine.options.foo=1", "engine.options.foo"),
+        ("engine.model.attention=foo", "engine.model.attention"),
+    ],
+)
+def test_what_an_engine_refuses_is_named_as_the_file_has_it(sft_file, override, field):
+    pytest.importorskip("engine_fsdp", reason="the run needs an engine")
+    with pytest.raises(ConfigError) as caught:
+        run(sft_file, "engine.backend=fsdp2", "engine.model.init=random", override)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
         ("batch_size=4", "batch_size"),
         ("run.seed=5", "run.seed"),
         ("data.max_length=99", "data.max_length"),

@@ -17,6 +17,7 @@ from engine_trainer.config import (
     RLConfig,
     SFTConfig,
 )
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.config.loading import from_tree, load_config, to_plain, to_yaml
 from engine_trainer.config.tasks import find_task
 
@@ -458,6 +459,24 @@ def test_a_value_that_the_contract_refuses_is_named_below_engine(file):
     with pytest.raises(ConfigError) as caught:
         config.engine.build(seed=0, total_steps=1)
     assert caught.value.field == "engine.memory.max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("options", "algorithm.critic.options"),
+        ("model.path", "algorithm.critic.model.path"),
+        ("engine.parallelism.tp", "algorithm.critic.parallelism.tp"),
+        ("rollout.options.url", "rollout.options.url"),
+        ("engine", "engine"),
+    ],
+)
+def test_keys_of_an_engine_are_named_below_its_own_section(field, named):
+    with pytest.raises(ConfigError) as caught, named_below("algorithm.critic"):
+        raise ConfigError(field, "what", why="why", remedy="remedy")
+    error = caught.value
+    assert (error.field, error.what, error.why, error.remedy) == (named, "what", "why", "remedy")
+    assert error.where == f"config {named}"
 
 
 def test_nulls_of_the_engine_are_filled_from_the_run(file):

@@ -618,6 +618,14 @@ def test_an_engine_without_distributions_is_refused(refusal, monkeypatch, teache
     assert "algorithm.teacher.kl: sampled" in text
 
 
+def test_what_a_teachers_engine_refuses_is_named_by_its_own_key(refusal, teacher_model):
+    model = {"path": str(teacher_model)}
+    text = refusal(ConfigError, {"engine": {"model": model, "options": {"foo": 1}}})
+    assert text.startswith("config algorithm.teacher.engine.options.foo: unknown key")
+    text = refusal(ConfigError, {"engine": {"model": model | {"attention": "foo"}}})
+    assert text.startswith("config algorithm.teacher.engine.model.attention: unknown kernel")
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(refusal, model_folder, sums_model):
     text = refusal(ConfigError, {"engine": {"model": {"path": str(model_folder)}}})
     assert "expected the tokenizer of the policy" in text

@@ -368,8 +368,15 @@ def test_a_checkpoint_without_a_critic_is_refused(sums_model, tmp_path):
         )
 
 
-def test_a_critic_that_cannot_be_built_is_named_by_its_own_key(sums_model, tmp_path):
-    critic = {"memory": {"max_tokens": 0}}
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("memory", "max_tokens", 0), ("options", "foo", 1), ("model", "attention", "foo")],
+)
+def test_a_critic_that_cannot_be_built_is_named_by_its_own_key(
+    sums_model, tmp_path, section, key, value
+):
+    path = {"path": str(sums_model)} if section == "model" else {}
+    critic = {section: {key: value, **path}}
     with pytest.raises(ConfigError) as caught:
         train_rl(
             configure(
@@ -378,7 +385,7 @@ def test_a_critic_that_cannot_be_built_is_named_by_its_own_key(sums_model, tmp_p
                 algorithm={"prompts_per_step": 8, **GAE, "critic": critic},
             )
         )
-    assert caught.value.field == "algorithm.critic.memory.max_tokens"
+    assert caught.value.field == f"algorithm.critic.{section}.{key}"
 
 
 def test_reference_and_critic_leave_the_device_to_the_rollout(sums_model, tmp_path, monkeypatch):

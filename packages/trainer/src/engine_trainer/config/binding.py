@@ -223,7 +223,7 @@ def _check_keys(cls: type, data: Mapping[Any, Any], key: str) -> None:
 
 
 def _find_below(cls: type, key: str, name: str) -> str:
-    """Return a remedy for a name that a section of ``cls`` has, as errors of engines give it.
+    """Return a remedy for a name that belongs into a section of ``cls``.
 
     ``key`` is the one of ``cls``. It is nothing where no section, or more than one, has the name.
     """

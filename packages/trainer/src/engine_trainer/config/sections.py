@@ -36,6 +36,7 @@ from engine_trainer.config.checks import (
     require,
 )
 from engine_trainer.config.combined_reward import COMBINE, parts_of, refuse_limits_without_workers
+from engine_trainer.config.engine_keys import POLICY, named_below
 
 AUTO: Literal["auto"] = "auto"
 """Value that the run replaces by its choice for the device (``placement.automatic``)."""
@@ -194,7 +195,7 @@ class EngineSection:
         optimizer = None
         if self.optimizer is not None:
             optimizer = OptimizerConfig(**_explicit(self.optimizer))
-        try:
+        with named_below(POLICY):
             return EngineConfig(
                 model=self.model,
                 optimizer=optimizer,
@@ -207,10 +208,6 @@ class EngineSection:
                 seed=seed if self.seed is None else self.seed,
                 options=dict(self.options) or None,
             )
-        except ConfigError as error:
-            raise ConfigError(
-                f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
-            ) from error
 
 
 def wrong_balance(options: Mapping[str, Any], task: str, section: str = "engine") -> Refusal:

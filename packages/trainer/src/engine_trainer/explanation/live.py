@@ -21,6 +21,7 @@ from engine_api.config import Parallelism
 from engine_api.contract import Engine
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
+from engine_trainer.config.engine_keys import POLICY, named_below
 from engine_trainer.config.sections import MemorySection
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
@@ -63,17 +64,19 @@ def read_live(
         parallelism=Parallelism(),
         memory=MemorySection(max_tokens=sum(len(ids) for ids in documents)),
     )
-    engine: Engine = EngineRegistry.create(
-        model_type=section.model_type,
-        backend=section.backend,
-        device=section.device,
-        config=replace(
-            section.build(seed=config.run.seed, total_steps=1),
-            router_replay=any(one is not None for one in experts),
-        ),
-    )
+    with named_below(POLICY):
+        engine: Engine = EngineRegistry.create(
+            model_type=section.model_type,
+            backend=section.backend,
+            device=section.device,
+            config=replace(
+                section.build(seed=config.run.seed, total_steps=1),
+                router_replay=any(one is not None for one in experts),
+            ),
+        )
     try:
-        engine.initialize()
+        with named_below(POLICY):
+            engine.initialize()
         if checkpoint is not None:
             engine.load_checkpoint(checkpoint)
         temperature = config.rollout.temperature

@@ -17,6 +17,7 @@ from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_trainer.config import Config, RewardModelConfig, RLConfig
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
@@ -108,7 +109,8 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
         rollout = replace(rollout, name=choice.value)
     settled: dict[str, EngineSection] = {}
     for prefix, section in _sections(config).items():
-        _, own = launcher.resolve(section)
+        with named_below(prefix):
+            _, own = launcher.resolve(section)
         surroundings = replace(around, capabilities=own)
         settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
         choices += found

@@ -23,6 +23,7 @@ from engine_api.registry import EngineRegistry, Resolution
 from engine_api.results import CheckpointHandle, CheckpointInfo, TokenOutputs
 from engine_api.rollout import SamplingParams, SyncResult, WeightExporter
 from engine_trainer.config import RLConfig
+from engine_trainer.config.engine_keys import POLICY, named_below
 from engine_trainer.config.sections import EngineSection, RolloutSection, RunSection
 from engine_trainer.data import Prompt
 from engine_trainer.placement.groups import (
@@ -260,7 +261,8 @@ class Spmd:
                     why=f"engines of {found.plugin.name} in one process have one layout",
                     remedy="give both the same sizes, or one of them another backend",
                 )
-        return found.device, find_capabilities(found.plugin, found.source, section.options)
+        with named_below(POLICY):
+            return found.device, find_capabilities(found.plugin, found.source, section.options)
 
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Return what each rank has free (see ``Launcher``)."""
@@ -279,10 +281,11 @@ class Spmd:
         if not self._made and self._config is not None:
             refuse_shared_server(self._config.rollout, self.comm.world_size)
             check_here(self.comm, self._config, config, device)
-        engine: Engine = EngineRegistry.create(
-            model_type=section.model_type, backend=section.backend, device=device, config=config
-        )
-        engine.initialize()
+        with named_below(POLICY):
+            engine: Engine = EngineRegistry.create(
+                model_type=section.model_type, backend=section.backend, device=device, config=config
+            )
+            engine.initialize()
         # The first engine makes the process group.
         if not self._made:
             self.comm.close()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from engine_api.capabilities import refuse_undeclared
 from engine_api.errors import ConfigError
 from engine_trainer.config import EngineSection, RLConfig
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.placement.groups import Launcher, format_sizes, model_sizes
 
 
@@ -43,13 +42,3 @@ def check_companion(
         built = engine.build(seed=config.run.seed, total_steps=1)
         _, capabilities = launcher.resolve(engine, config.engine)
     refuse_undeclared(built, capabilities, engine.backend)
-
-
-@contextmanager
-def named_below(key: str) -> Iterator[None]:
-    """Name the keys below ``key`` in errors, in place of those of the policy's engine."""
-    try:
-        yield
-    except ConfigError as error:
-        field = error.field.replace("engine.", f"{key}.", 1)
-        raise ConfigError(field, error.what, why=error.why, remedy=error.remedy) from error

@@ -12,10 +12,13 @@ from engine_api.batch import Batch
 from engine_api.results import TrainOutput
 from engine_trainer.algorithms.value_loss import ValueLoss, explained_variance
 from engine_trainer.config import RLConfig
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.rl.companion import check_companion
 from engine_trainer.rl.partition import Partition
 from engine_trainer.run.run import Run
+
+KEY = "algorithm.critic"
 
 Update = tuple[Sequence[Batch], float]
 """The dp shards of one update, and the number of their tokens that count."""
@@ -38,10 +41,11 @@ class Critic:
         self.loss = ValueLoss(clip=section.value_clip)
         engine = section.engine(config.engine)
         steps = run.total_steps * config.algorithm.mini_batches * section.epochs
-        built = engine.build(seed=config.run.seed, total_steps=steps)
-        device, _ = run.launcher.resolve(engine)
         self.shares_prefixes = engine.memory.share_prefixes
-        self.engines = run.launcher.engines(engine, built, device)
+        with named_below(KEY):
+            built = engine.build(seed=config.run.seed, total_steps=steps)
+            device, _ = run.launcher.resolve(engine)
+            self.engines = run.launcher.engines(engine, built, device)
         run.companions["critic"] = self.engines
         own = (self.engines.dp_size, list(self.engines.local_dp_ranks))
         policy = (run.policy.dp_size, list(run.policy.local_dp_ranks))
@@ -107,9 +111,7 @@ def check_critic(config: RLConfig, launcher: Launcher, ranks: int) -> None:
     """
     if config.algorithm.critic is None:
         return
-    check_companion(
-        config.algorithm.critic.engine(config.engine), config, launcher, ranks, "algorithm.critic"
-    )
+    check_companion(config.algorithm.critic.engine(config.engine), config, launcher, ranks, KEY)
 
 
 def _figures(outputs: Sequence[TrainOutput]) -> dict[str, float]:

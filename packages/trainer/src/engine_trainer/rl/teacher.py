@@ -14,10 +14,11 @@ from engine_api.comm import Comm, together
 from engine_api.distillation import Teaching
 from engine_api.errors import ConfigError
 from engine_trainer.config import DataSection, EngineSection, RLConfig
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.data import ChatTokenizer, load_tokenizer
 from engine_trainer.placement.groups import EngineGroup, Launcher, run_together
 from engine_trainer.placement.replica import Group
-from engine_trainer.rl.companion import check_companion, named_below
+from engine_trainer.rl.companion import check_companion
 from engine_trainer.rl.credit import CompletionIndex
 from engine_trainer.rl.partition import Partition, TrainingDocument
 from engine_trainer.rl.served_teacher import TeacherClient
@@ -84,9 +85,11 @@ def create_teacher(run: Run, config: RLConfig, teaching: Teaching | None) -> Tea
     if section.engine is None:
         return EngineTeacher(run.policy, run, config.engine, config)
     engine = section.engine.engine(config.engine)
-    device, _ = run.launcher.resolve(engine)
-    built = engine.build(seed=config.run.seed, total_steps=run.total_steps)
-    return EngineTeacher(run.launcher.engines(engine, built, device), run, engine, config)
+    with named_below(f"{KEY}.engine"):
+        device, _ = run.launcher.resolve(engine)
+        built = engine.build(seed=config.run.seed, total_steps=run.total_steps)
+        engines = run.launcher.engines(engine, built, device)
+    return EngineTeacher(engines, run, engine, config)
 
 
 def teaching_of_run(config: RLConfig) -> Teaching | None:
