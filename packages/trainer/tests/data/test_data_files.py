@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -272,6 +276,73 @@ def test_bad_utf8_is_a_broken_line(tmp_path):
     with pytest.raises(DataError, match="not UTF-8") as caught:
         read_rows(str(tmp_path / "x.jsonl"))
     assert caught.value.row == 1
+
+
+TEXTS = {
+    "jsonl": '{"prompt": "ä", "response": "b"}\n',
+    "json": '[{"prompt": "ä", "response": "b"}]',
+    "csv": "prompt,response\nä,b\n",
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "jsonl.gz"])
+@pytest.mark.parametrize(
+    ("codec", "name"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-32", "UTF-32"),
+        ("utf-32-le", "UTF-32LE"),
+        ("latin-1", "LATIN1"),
+    ],
+)
+def test_a_file_in_another_encoding_is_converted_by_the_command_of_its_error(
+    tmp_path, suffix, codec, name
+):
+    # A shell would take the name for two.
+    path = tmp_path / f"my rows.{suffix}"
+    opened = gzip.open if suffix.endswith(".gz") else open
+    with opened(path, "wb") as file:
+        file.write(TEXTS[suffix.removesuffix(".gz")].encode(codec))
+    with pytest.raises(DataError) as caught:
+        read_rows(str(path))
+    assert (f"got {name}" in caught.value.what) == (codec != "latin-1")
+    command = re.search(r"(gzip|iconv) .*", caught.value.remedy)[0]
+    assert f"-f {name} -t UTF-8" in command
+    if shutil.which("iconv"):
+        subprocess.run(["/bin/sh", "-c", command], check=True)
+        (row,) = read_rows(str(tmp_path / f"my rows-utf8.{suffix.removesuffix('.gz')}"))
+        assert row.values == {"prompt": "ä", "response": "b"}
+
+
+def test_zeros_that_a_crash_leaves_are_no_encoding(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"\0" * 64)
+    with pytest.raises(DataError, match="not JSON"):
+        read_rows(str(tmp_path / "x.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column"),
+    [
+        ("x.jsonl", '{"prompt": "a"}\n{"prompt": "a\\ud800"}\n', "prompt"),
+        ("x.jsonl", '{"prompt": "a"}\n{"a": [{"b": "\\uDC00"}]}\n', "a"),
+        ("x.json", '[{"prompt": "a"}, {"prompt": "a\\ud800"}]', "prompt"),
+        ("x.json", '[{"prompt": "a"}, {"\\ud800": "a"}]', None),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named_with_its_row_and_column(tmp_path, name, text, column):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="half of a character") as caught:
+        read_rows(str(tmp_path / name))
+    assert (caught.value.file, caught.value.row) == (str(tmp_path / name), 2)
+    assert caught.value.column == column
+    str(caught.value).encode("utf-8")
+
+
+def test_a_whole_surrogate_pair_is_a_character(jsonl):
+    (row,) = read_rows(jsonl({"prompt": "\N{GRINNING FACE}"}))
+    assert row.values["prompt"] == "\N{GRINNING FACE}"
 
 
 def test_a_folder_of_several_splits_needs_one_named(tmp_path, jsonl):

@@ -265,6 +265,8 @@ def test_a_damaged_gzip_file_is_named(tmp_path, name, damage):
         ('[{"prompt": "a", "prompt": "b"}]', None, "the key 'prompt' twice"),
         ('[{"prompt": "a"}', None, "the file is not JSON"),
         ('"a"', None, "is a str, not a list"),
+        ('"\\ud800"', None, "half of a character"),
+        ('{"a": "\\ud800"}', None, "half of a character"),
     ],
 )
 def test_a_json_file_that_is_no_list_of_rows(tmp_path, text, row, said):
@@ -282,8 +284,8 @@ def test_a_json_file_that_is_no_list_of_rows(tmp_path, text, row, said):
         (b"prompt,response\na,b,c\n", 1, "expected 2 values, got 3"),
         (b'prompt,response\n"a"b,c\n', 1, "the row is not CSV"),
         (b'prompt,response\na,"b\n', 1, "the row is not CSV"),
-        (b"prompt,response\na,b\n\xff,c\n", 2, "the row is not CSV"),
-        (b"\xff\n", None, "the header is not CSV"),
+        (b"prompt,response\na,b\n\xff,c\n", 2, "the row is not UTF-8"),
+        (b"\xff\n", None, "the header is not UTF-8"),
         (b"prompt,response\ra,b\r", None, "(?s)the header is not CSV.*with a line feed"),
     ],
 )

@@ -194,7 +194,8 @@ lines = st.lists(
 def test_lines_are_rows_or_refused_by_number(content):
     found = read("rows.jsonl", content)
     if isinstance(found, DataError):
-        assert found.row is not None or found.what == "the file is empty"
+        of_the_file = found.what == "the file is empty" or "got UTF-" in found.what
+        assert found.row is not None or of_the_file
         return
     for row in found:
         line = content.split(b"\n")[row.number - 1]

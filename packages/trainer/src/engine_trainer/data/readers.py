@@ -10,7 +10,9 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
+import json
 import logging
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from engine_trainer.data.columns import python_columns
 from engine_trainer.data.folders import data_files, files_of, suffix_of
 from engine_trainer.data.hub import PREFIX, from_hub, hint
 from engine_trainer.data.saved import is_saved, saved_files
-from engine_trainer.data.strict_json import loads
+from engine_trainer.data.strict_json import HalfCharacter, loads
 from engine_trainer.errors import DataError
 
 log = logging.getLogger("engine_trainer")
@@ -152,6 +154,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file of text, decompressed. Raises ``DataError``, also for errors while it is read."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            _refuse_wide(file.peek(4)[:4], path)
             yield cast("IO[bytes]", file)
     except _BROKEN as error:
         raise DataError(
@@ -164,12 +167,48 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         ) from error
 
 
+def _refuse_wide(start: bytes, path: Path) -> None:
+    """Raise ``DataError`` for a file in UTF-16 or UTF-32, by its first four bytes."""
+    encoding = json.detect_encoding(start)
+    # Zeros are what a crash leaves of a file.
+    if encoding.startswith("utf-8") or "\0" in start.decode(encoding, "replace"):
+        return
+    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    raise DataError(
+        f"expected UTF-8, got {name}",
+        file=str(path),
+        why=f"it begins with the bytes {start.hex(' ')}",
+        remedy=f"convert it, and name the new file: {_conversion(path, name)}",
+    )
+
+
+def _not_utf8(what: str, path: Path, row: int | None, error: UnicodeDecodeError) -> DataError:
+    return DataError(
+        f"{what} is not UTF-8",
+        file=str(path),
+        row=row,
+        why=str(error),
+        remedy="convert the file, and name the new one, for Latin-1 with "
+        + _conversion(path, "LATIN1"),
+    )
+
+
+def _conversion(path: Path, encoding: str) -> str:
+    """Return the command that writes a file again in UTF-8, with a name of its own."""
+    suffix = suffix_of(path)
+    new = path.with_name(f"{path.name.removesuffix(suffix)}-utf8{suffix.removesuffix('.gz')}")
+    old = shlex.quote(str(path))
+    convert = f"iconv -f {encoding} -t UTF-8"
+    convert = f"gzip -dc {old} | {convert}" if path.suffix == ".gz" else f"{convert} {old}"
+    return f"{convert} > {shlex.quote(str(new))}"
+
+
 def _jsonl(path: Path) -> Iterator[Row]:
     with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if text.strip():
-                yield Row(values=_object(text, str(path), number), file=str(path), number=number)
+                yield Row(values=_object(text, path, number), file=str(path), number=number)
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -177,6 +216,14 @@ def _json(path: Path) -> Iterator[Row]:
         text = file.read().removeprefix(codecs.BOM_UTF8)
     try:
         rows = loads(text) if text.strip() else []
+    except UnicodeDecodeError as error:
+        raise _not_utf8("the file", path, None, error) from error
+    except HalfCharacter as error:
+        match error.keys:
+            case (int(index), *keys):
+                raise _half_character(keys, path, index + 1, error) from error
+            case keys:
+                raise _half_character(keys, path, None, error) from error
     except ValueError as error:
         raise DataError(
             "the file is not JSON",
@@ -220,12 +267,15 @@ def _csv(path: Path) -> Iterator[Row]:
                         file=str(path),
                         number=number,
                     )
-    # Bad UTF-8 is a ValueError.
-    except (csv.Error, ValueError) as error:
+    except (csv.Error, UnicodeDecodeError) as error:
+        what = "the row" if header else "the header"
+        row = number + 1 if header else None
+        if isinstance(error, UnicodeDecodeError):
+            raise _not_utf8(what, path, row, error) from error
         raise DataError(
-            "the row is not CSV" if header else "the header is not CSV",
+            f"{what} is not CSV",
             file=str(path),
-            row=number + 1 if header else None,
+            row=row,
             why=str(error),
             remedy="write UTF-8 with commas, end each row with a line feed, "
             "and double each quote inside of quotes",
@@ -263,22 +313,18 @@ def _by_column(header: list[str], fields: list[str], path: Path, number: int) ->
     return {name: text or None for name, text in zip(header, fields, strict=True)}
 
 
-def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
+def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         value = loads(line)
     except UnicodeDecodeError as error:
-        raise DataError(
-            "the line is not UTF-8",
-            file=file,
-            row=number,
-            why=str(error),
-            remedy=f"convert the file: iconv -f LATIN1 -t UTF-8 {file} (if it is Latin-1)",
-        ) from error
+        raise _not_utf8("the line", path, number, error) from error
+    except HalfCharacter as error:
+        raise _half_character(error.keys, path, number, error) from error
     # An integer with more digits than Python converts is a ValueError too.
     except ValueError as error:
         raise DataError(
             "the line is not JSON",
-            file=file,
+            file=str(path),
             row=number,
             why=str(error),
             remedy="write one whole JSON object a line (a truncated file ends like this)",
@@ -286,11 +332,25 @@ def _object(line: bytes, file: str, number: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(
             f"the line is a {type(value).__name__}, not an object",
-            file=file,
+            file=str(path),
             row=number,
             remedy='write {"column": value, …}',
         )
     return value
+
+
+def _half_character(
+    keys: Sequence[str | int], path: Path, row: int | None, error: HalfCharacter
+) -> DataError:
+    return DataError(
+        "a text has half of a character",
+        file=str(path),
+        row=row,
+        column=str(keys[0]) if keys else None,
+        why=str(error),
+        remedy="write the text again, or remove the half (a text that was cut inside of an emoji "
+        "ends like this)",
+    )
 
 
 def _table(path: Path) -> Iterator[Row]:

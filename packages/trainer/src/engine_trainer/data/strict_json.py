@@ -20,12 +20,26 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
+class HalfCharacter(ValueError):
+    """The error of half of a surrogate pair in a text.
+
+    Args:
+        half: the half.
+        keys: keys and indices that lead to the text, outermost first.
+    """
+
+    def __init__(self, half: str, keys: tuple[str | int, ...]) -> None:
+        self.keys = keys
+        super().__init__(f"{half!r} is half of a surrogate pair, which UTF-8 does not have")
+
+
 def loads(text: bytes) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, has an object with
-            the same key twice, or has half of a surrogate pair.
+        ValueError: the text is not JSON, is nested deeper than ``MAX_DEPTH``, or has an object
+            with the same key twice.
+        HalfCharacter: a text or key has half of a surrogate pair.
     """
     if _is_deep(text):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -54,12 +68,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _require_text(value: Any) -> None:
-    for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+def _require_text(value: Any, keys: tuple[str | int, ...] = ()) -> None:
+    """Raise ``HalfCharacter`` for a text or key in ``value``, to which ``keys`` lead."""
+    if isinstance(value, str):
         try:
-            json.dumps([key, part], ensure_ascii=False).encode("utf-8")
+            value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{key!r:.100} has half of a surrogate pair ({error.object[error.start]!r}), "
-                "which is not a character"
-            ) from error
+            raise HalfCharacter(value[error.start], keys) from error
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            _require_text(part, (*keys, index))
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _require_text(key, keys)
+            _require_text(part, (*keys, key))
