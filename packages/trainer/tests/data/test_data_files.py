@@ -249,6 +249,36 @@ def test_a_column_that_is_null_throughout_is_not_there(tmp_path):
     ] * 2
 
 
+@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(
+    ("odd", "column"),
+    [
+        ({"messages": CHAT}, "messages"),
+        ({"prompt": "hi", "response": "ho"}, "prompt"),
+        ({"question": "hi", "response": "ho"}, "response"),
+    ],
+)
+def test_an_odd_row_is_blamed_itself(jsonl, at, odd, column):
+    rows = [{"question": "hi", "answer": "ho"} for _ in range(5)]
+    rows.insert(at, odd)
+    with pytest.raises(DataError, match="got it in 1 of 6") as caught:
+        examples(jsonl(*rows))
+    assert (caught.value.row, caught.value.column) == (at + 1, column)
+    assert "has: question, answer" in caught.value.why
+    rows = [{"messages": CHAT} for _ in range(5)]
+    rows.insert(at, {"prompt": "hi", "response": "ho"})
+    with pytest.raises(DataError, match="missing or null") as caught:
+        examples(jsonl(*rows))
+    assert (caught.value.row, caught.value.column) == (at + 1, "messages")
+
+
+def test_a_column_that_is_named_is_not_doubted_for_its_few_rows(jsonl):
+    path = jsonl({"question": "hi", "response": "ho"}, *[{"messages": CHAT}] * 2)
+    with pytest.raises(DataError, match="missing or null") as caught:
+        examples(path, prompt="question", response="response")
+    assert (caught.value.row, caught.value.column) == (2, "question")
+
+
 def test_a_missing_column_is_named_with_those_that_are_there(jsonl):
     with pytest.raises(DataError, match="columns: text, label") as caught:
         examples(jsonl({"text": "a", "label": 1}))

@@ -220,6 +220,7 @@ class _Layout:
         if messages is None and columns.prompt is None and present.first(PROMPTS) is None:
             messages = present.first(CONVERSATIONS)
         if messages and not columns.prompt:
+            present.refuse_odd(messages, columns.messages)
             return _Layout(
                 messages=messages,
                 prompt=None,
@@ -240,6 +241,9 @@ class _Layout:
                 why=f"columns: {', '.join(map(str, rows[0].values))}",
                 remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts",
             )
+        present.refuse_odd(prompt, columns.prompt)
+        if response is not None and need == "response":
+            present.refuse_odd(response, columns.response)
         return _Layout(
             messages=None,
             prompt=prompt,
@@ -442,6 +446,24 @@ class _Present:
         Dots reach into nested columns.
         """
         return next((name for name in names if self._has(name)), None)
+
+    def refuse_odd(self, name: str, given: str | None) -> None:
+        """Raise ``DataError`` for a column that each row needs and fewer than half of them fill.
+
+        A few odd rows would choose it, and each of the others would be blamed. ``given`` is the
+        column that ``data.columns`` names, which is not doubted.
+        """
+        odd = [row for row in self._rows if _reach(row.values, name) is not None]
+        if name == given or 2 * len(odd) >= len(self._rows):
+            return
+        other = next(row for row in self._rows if _reach(row.values, name) is None)
+        raise odd[0].error(
+            f"expected the column in all rows, got it in {len(odd)} of {len(self._rows)}",
+            column=name,
+            why=f"row {other.number} has: {', '.join(map(str, other.values))}",
+            remedy="write the row like the others, or remove it; data.columns names the columns "
+            "that are read",
+        )
 
     def _has(self, name: str) -> bool:
         if name in self._filled or name.split(".", maxsplit=1)[0] not in self._filled:
