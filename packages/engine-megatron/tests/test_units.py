@@ -247,6 +247,7 @@ def test_a_value_model_is_saved_as_one(tmp_path: Path, folder: Path) -> None:
     own = engine.infer_batch(BATCH).values
     engine.close()
     saved = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf")
+    assert saved.config.architectures == ["Qwen3ForTokenClassification"]
     scores = saved(input_ids=BATCH.input_ids[None]).logits[0, :, 0].detach()
     torch.testing.assert_close(own, torch.cat([torch.zeros(1), scores[:-1]]), atol=2e-5, rtol=1e-5)
 

@@ -39,7 +39,7 @@ def with_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_tree(tmp_path: Path, **sizes: Any) -> Any:
     folder = write_checkpoint(tmp_path / "model", TinyModel(**{"family": "qwen3"} | sizes))
-    return build_tree(AutoConfig.from_pretrained(folder))
+    return build_tree(AutoConfig.from_pretrained(folder), "language_model")
 
 
 def test_float8_under_tensor_parallelism_is_refused() -> None:

@@ -14,11 +14,11 @@ from engine_torch.decoder import BuiltDecoder, DecoderEngine
 from engine_torch.float8_layers import quantize_blocks, refuse_model
 from engine_torch.options import DTensorOptions
 
-__all__ = ["AutomodelEngine"]
+__all__ = ["AutomodelEngine", "AutomodelEngineWithLMHead", "AutomodelEngineWithValueHead"]
 
 
 class AutomodelEngine(DecoderEngine):
-    """The engine for log-probs and entropy of Automodel's causal language models."""
+    """The common part of the language-model and value-model engines."""
 
     options_class: ClassVar[type[DTensorOptions]] = AutomodelOptions
 
@@ -37,6 +37,7 @@ class AutomodelEngine(DecoderEngine):
     def _build_decoder(self) -> BuiltDecoder:
         return build_decoder(
             self.config,
+            self.kind,
             self.layout,
             experts=self._choose_experts(),
             quantize=self._quantize if self._float8 else None,
@@ -52,7 +53,9 @@ class AutomodelEngine(DecoderEngine):
         return self.options.choose_experts(self.config.precision.compute)
 
     def _pack(self, lm: Any) -> PackedAutomodel:
-        return PackedAutomodel(lm, logit_chunk=self.config.memory.logit_chunk, layout=self.layout)
+        return PackedAutomodel(
+            lm, kind=self.kind, logit_chunk=self.config.memory.logit_chunk, layout=self.layout
+        )
 
     def _fill_buffers(self, built: BuiltDecoder) -> None:
         tie(built.lm)
@@ -89,3 +92,16 @@ class AutomodelEngine(DecoderEngine):
         # Norms of queries and keys have the gradient of a rank's own heads until then.
         synchronize_tp_replica_gradients([self.module.lm], self.layout.root)
         return super()._clip_gradients(max_norm)
+
+
+class AutomodelEngineWithLMHead(AutomodelEngine):
+    """The engine for log-probs and entropy of Automodel's causal language models."""
+
+    kind = "language_model"
+
+
+class AutomodelEngineWithValueHead(AutomodelEngine):
+    """The engine for a scalar per token, from a linear head on the last hidden states."""
+
+    kind = "value_model"
+    gives = ("values",)

@@ -98,6 +98,7 @@ class AutomodelClasses(ModelClasses):
                 why=f"Automodel's own {hf_config.model_type} would be computed instead",
                 remedy="use backend fsdp2 for this model, or leave trust_remote_code out",
             )
+        super().check(hf_config, kind, source)
 
 
 CLASSES = AutomodelClasses()
@@ -106,11 +107,11 @@ CLASSES = AutomodelClasses()
 class PackedAutomodel(PackedDecoder):
     """The FSDP root with Automodel's model."""
 
-    def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
-        super().__init__(lm, logit_chunk=logit_chunk, cp_group=layout.cp_group)
+    def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, layout: Layout) -> None:
+        super().__init__(lm, kind=kind, logit_chunk=logit_chunk, cp_group=layout.cp_group)
         self.tp_mesh = layout.tp_mesh if layout.tp > 1 else None
 
-    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+    def decode(self, inputs: PackedInputs) -> Tensor:
         """Compute the hidden states (see ``PackedDecoder.decode``)."""
         outputs: Any = self.lm.model(
             input_ids=inputs.input_ids,
@@ -122,7 +123,11 @@ class PackedAutomodel(PackedDecoder):
             packing=inputs.packing,
         )
         # Mixtures of experts return the hidden states alone.
-        hidden = getattr(outputs, "last_hidden_state", outputs)
+        hidden: Tensor = getattr(outputs, "last_hidden_state", outputs)
+        return hidden
+
+    def divide(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Return hidden states and head of this rank (see ``PackedDecoder.divide``)."""
         weight = self.lm.lm_head.weight
         if self.tp_mesh is None:
             return hidden, weight, None
@@ -135,6 +140,7 @@ class PackedAutomodel(PackedDecoder):
 
 def build_decoder(
     config: EngineConfig,
+    kind: Kind,
     layout: Layout,
     *,
     experts: str,
@@ -144,6 +150,7 @@ def build_decoder(
 
     Args:
         config: the engine's configuration.
+        kind: kind of the model.
         layout: the meshes.
         experts: way to compute experts (``AutomodelOptions.choose_experts``).
         quantize: function that lets a model's blocks compute in FP8, or None.
@@ -153,24 +160,26 @@ def build_decoder(
         UnsupportedCapability: the engine would compute this model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = read_config(folder, config, "language_model", CLASSES)
+    hf_config = read_config(folder, config, kind, CLASSES)
     _refuse_differing(hf_config)
     _refuse_windows(hf_config, layout.cp)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
     _refuse_indivisible(hf_config, layout)
     attention.register()
-    twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
+    twin = make_model(hf_config, config, kind, folder, torch.device("meta"), CLASSES)
     refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
     _refuse_sinks(twin, layout.cp)
     files = None if config.model.init == "random" else WeightFiles(folder)
     device_type = layout.mesh.device_type
     lm = _make(hf_config, config, folder, twin, device_type, experts)
+    if kind == "value_model":
+        _replace_head(lm, twin)
     if files is None:
         ranks = layout.mesh.size(layout.mesh.ndim - 1) * layout.tp
         need = sum(parameter.nbytes for parameter in lm.parameters()) // ranks
         require_memory(hf_config, folder, need, device_of(device_type).room()[1])
-    saved = CLASSES.list_pieces(twin, "language_model", files)
+    saved = CLASSES.list_pieces(twin, kind, files)
     pieces = _map_names(lm, twin, saved)
     if quantize is not None:
         quantize(lm, list(lm.model.layers.children()))
@@ -226,6 +235,12 @@ def _make(
         # not know.
         raise unbuildable(hf_config, folder, error) from error
     return lm
+
+
+def _replace_head(lm: Any, twin: Any) -> None:
+    """Give a model the value head of transformers' in the place of its own head."""
+    lm.lm_head = None
+    lm.score = twin.score
 
 
 def _divide(lm: Any, layout: Layout) -> None:
@@ -379,9 +394,10 @@ def _list_saved(model: Any) -> dict[str, Tensor]:
 def tie(lm: Any) -> None:
     """Let embedding and head share one parameter again, where the model ties them.
 
-    Each step that replaces parameters gives every module one of its own.
+    Each step that replaces parameters gives every module one of its own. A value model has a head
+    of its own.
     """
-    if lm.config.tie_word_embeddings:
+    if lm.config.tie_word_embeddings and lm.lm_head is not None:
         lm.lm_head.weight = lm.model.embed_tokens.weight
 
 

@@ -53,7 +53,13 @@ PLUGIN = EnginePlugin(
         Row(
             backends=("automodel",),
             devices=_DEVICES,
-            target="engine_automodel.engine:AutomodelEngine",
+            target="engine_automodel.engine:AutomodelEngineWithLMHead",
+        ),
+        Row(
+            model_types=("value_model",),
+            backends=("automodel",),
+            devices=_DEVICES,
+            target="engine_automodel.engine:AutomodelEngineWithValueHead",
         ),
     ),
     capabilities=frozenset(
@@ -65,6 +71,7 @@ PLUGIN = EnginePlugin(
             Capability.EP,
             Capability.MOE,
             Capability.LORA,
+            Capability.VALUE_HEAD,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.COMPILE,

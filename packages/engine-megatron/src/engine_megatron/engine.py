@@ -115,8 +115,7 @@ class MegatronEngine(BaseEngine):
         refuse_other_models(hf_config)
         refuse_noise(hf_config, where="engine-megatron")
         if self.kind == "value_model":
-            # The head that save_hf writes has one output.
-            hf_config.num_labels = 1
+            _describe_value_model(hf_config)
         spec = te.choose_spec(
             options.spec, config, self.device_type, find_local_mechanism(hf_config)
         )
@@ -455,6 +454,17 @@ class MegatronEngine(BaseEngine):
 
     def _close_groups(self) -> None:
         self._groups.close()
+
+
+def _describe_value_model(hf_config: Any) -> None:
+    """Make a configuration, which ``save_hf`` writes, that of a value model."""
+    from transformers import AutoModelForTokenClassification
+
+    hf_config.num_labels = 1
+    # A server reads the name of the class, which a language model's folder has otherwise.
+    cls = AutoModelForTokenClassification._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - no public name tells it without building
+    if cls is not None:
+        hf_config.architectures = [cls.__name__]
 
 
 def _raise(error: Exception | None) -> None:

@@ -24,6 +24,7 @@ from engine_api.hf_folder import WeightFiles
 from engine_api.hf_names import Piece
 from engine_api.registry import Resolution
 from engine_torch import lora
+from engine_torch.boxes import local_of
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
 from engine_torch.float8 import compile_blocks, warn_uncompiled
@@ -31,6 +32,7 @@ from engine_torch.float8_layers import refuse_divided
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
 from engine_torch.model import (
+    Kind,
     PackedModel,
     find_recomputed,
     initial_std,
@@ -104,18 +106,23 @@ class BuiltDecoder:
 class PackedDecoder(PackedModel):
     """The FSDP root, made of a library's decoder and the head that computes per-token outputs."""
 
-    def __init__(self, lm: Any, *, logit_chunk: int, cp_group: Any) -> None:
-        super().__init__(lm, kind="language_model", logit_chunk=logit_chunk, group=cp_group)
+    def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, cp_group: Any) -> None:
+        super().__init__(lm, kind=kind, logit_chunk=logit_chunk, group=cp_group)
 
     def _adapt(self, lm: Any) -> None:
         """Leave the library's layers as they are, which are given the documents in each pass."""
 
     @abstractmethod
-    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Compute the hidden states ``[1, T, d]`` and return them with the head's weight.
+    def decode(self, inputs: PackedInputs) -> Tensor:
+        """Compute the hidden states ``[1, T, d]``, whole on each tensor-parallel rank."""
 
-        The third value is this rank's part of the vocabulary, or None where it has all rows of the
-        weight. Hidden states and weight are local tensors.
+    @abstractmethod
+    def divide(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Return hidden states ``[1, T, d]`` and the language model's head, as local tensors.
+
+        The second value is this rank's rows of the head's weight, and the third their place in the
+        vocabulary, or None for all rows. Where ranks have different rows, each has a part of the
+        hidden states' gradient.
         """
 
     def forward(
@@ -123,7 +130,10 @@ class PackedDecoder(PackedModel):
     ) -> tuple[Tensor, ...]:
         """Compute the aligned outputs of the whole micro-batch (see ``PackedModel.forward``)."""
         assert isinstance(inputs, PackedInputs)
-        hidden, weight, shard = self.decode(inputs)
+        hidden = self.decode(inputs)
+        if self.kind == "value_model":
+            return self.evaluate(inputs, local_of(hidden)[0])
+        hidden, weight, shard = self.divide(hidden)
         return self.score(inputs, needs, temperature, hidden[0], weight, shard=shard)
 
     @property
@@ -133,9 +143,7 @@ class PackedDecoder(PackedModel):
 
 
 class DecoderEngine(DTensorEngine):
-    """The engine for log-probs and entropy of a library's causal language models."""
-
-    kind = "language_model"
+    """The common part of the language-model and value-model engines."""
 
     uncompiled_tp: ClassVar[str]
     """Reason why blocks that tensor parallelism divides are not compiled."""

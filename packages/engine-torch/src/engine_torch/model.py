@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -33,6 +34,7 @@ from engine_api.hf_vision import (
 )
 from engine_api.results import TokenOutputs
 from engine_torch import attention
+from engine_torch.boxes import local_of
 from engine_torch.divergence import chunked_divergence
 from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
@@ -132,13 +134,25 @@ class PackedModel(nn.Module):
             ).last_hidden_state[0]
         hidden = inputs.predicting(hidden)
         if self.kind == "value_model":
-            values = self.lm.score(hidden).squeeze(-1).float()
-            return (inputs.align(values, self.group),)
+            return self.evaluate(inputs, hidden)
         embedding = self.lm.get_output_embeddings()
         # Some families end in float32 whatever they compute in.
         hidden = hidden.to(embedding.weight.dtype)
         bias = getattr(embedding, "bias", None)
         return self.score(inputs, needs, temperature, hidden, embedding.weight, bias=bias)
+
+    def evaluate(self, inputs: PackedInputs, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the values of hidden states ``[T'/n, d]`` of a value model (see ``forward``)."""
+        head = self.value_head
+        bias = None if head.bias is None else local_of(head.bias)
+        values = F.linear(hidden, local_of(head.weight), bias).squeeze(-1).float()
+        return (inputs.align(values, self.group),)
+
+    @property
+    def value_head(self) -> nn.Linear:
+        """The head of a value model, with one output."""
+        head: nn.Linear = self.lm.score
+        return head
 
     def score(
         self,
@@ -205,10 +219,13 @@ class PackedModel(nn.Module):
     ) -> TokenOutputs:
         """Compute the outputs of ``forward`` and return them by name."""
         parts = self(inputs, needs, temperature)
-        names = ["values"]
-        if self.kind == "language_model":
-            names = ["log_probs", *(name for name in ("entropy", "divergence") if name in needs)]
-        return TokenOutputs(**dict(zip(names, parts, strict=True)))
+        return TokenOutputs(**dict(zip(self.list_outputs(needs), parts, strict=True)))
+
+    def list_outputs(self, needs: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the outputs of ``forward`` in their order."""
+        if self.kind == "value_model":
+            return ("values",)
+        return ("log_probs", *(name for name in ("entropy", "divergence") if name in needs))
 
     @property
     def output_embedding(self) -> Any:
@@ -279,8 +296,7 @@ class ModelClasses:
 
     def find(self, hf_config: Any, kind: Kind) -> Any:
         """Return the class of a model, or None where the library has none of its own for it."""
-        # No public name tells it without building.
-        return auto_class(kind, hf_config)._model_mapping.get(type(hf_config), None)  # noqa: SLF001
+        return find_class(kind, hf_config)
 
     def check(self, hf_config: Any, kind: Kind, source: ModelSource) -> None:
         """Raise ``ConfigError`` for a model that the library does not have.
@@ -294,7 +310,9 @@ class ModelClasses:
             raise ConfigError(
                 "model.path",
                 f"transformers has no {kind} of type {hf_config.model_type!r}",
-                remedy="give a causal language model",
+                remedy="give a causal language model"
+                if kind == "language_model"
+                else "give a model of another family, or use an algorithm without a critic",
             )
 
     def make(
@@ -510,6 +528,12 @@ def auto_class(kind: Kind, hf_config: Any) -> Any:
     return find_auto_class(hf_config)
 
 
+def find_class(kind: Kind, hf_config: Any) -> Any:
+    """Return transformers' class of a model, or None where it has none of this kind."""
+    # No public name tells it without building.
+    return auto_class(kind, hf_config)._model_mapping.get(type(hf_config), None)  # noqa: SLF001
+
+
 def read_config(
     folder: str,
     config: EngineConfig,
@@ -546,6 +570,10 @@ def read_config(
     override(hf_config, config.model.config_overrides)
     if kind == "value_model":
         hf_config.num_labels = 1
+        # A server reads the name of the class, which a language model's folder has otherwise.
+        cls = find_class(kind, hf_config)
+        if cls is not None:
+            hf_config.architectures = [cls.__name__]
     return hf_config
 
 

@@ -48,11 +48,11 @@ from engine_torchtitan.pipeline import (
     remove_other_stages,
 )
 
-__all__ = ["TorchTitanEngine"]
+__all__ = ["TorchTitanEngine", "TorchTitanEngineWithLMHead", "TorchTitanEngineWithValueHead"]
 
 
 class TorchTitanEngine(DecoderEngine):
-    """The engine for log-probs and entropy of torchtitan's causal language models.
+    """The common part of the language-model and value-model engines.
 
     Its table has the parameters of the whole model, and empty boxes of those that other stages of a
     pipeline hold.
@@ -103,6 +103,7 @@ class TorchTitanEngine(DecoderEngine):
     def _build_decoder(self) -> BuiltDecoder:
         built = build_decoder(
             self.config,
+            self.kind,
             self.layout,
             sequence_parallel=self.options.sequence_parallel,
             quantize=self._quantize if self._float8 else None,
@@ -138,15 +139,14 @@ class TorchTitanEngine(DecoderEngine):
         quantize_blocks(tree, options.float8_recipe, emulate=options.float8_emulate)
 
     def _pack(self, lm: Any) -> PackedTorchTitan:
-        chunk = self.config.memory.logit_chunk
+        given: dict[str, Any] = {
+            "kind": self.kind,
+            "logit_chunk": self.config.memory.logit_chunk,
+            "layout": self.layout,
+        }
         if self.layout.pp == 1:
-            return PackedTorchTitan(lm, logit_chunk=chunk, layout=self.layout)
-        return PackedStage(
-            lm,
-            logit_chunk=chunk,
-            layout=self.layout,
-            sequence_parallel=self.options.sequence_parallel,
-        )
+            return PackedTorchTitan(lm, **given)
+        return PackedStage(lm, **given, sequence_parallel=self.options.sequence_parallel)
 
     def _fill_buffers(self, built: BuiltDecoder) -> None:
         tie(built.lm)
@@ -179,7 +179,7 @@ class TorchTitanEngine(DecoderEngine):
             return super().forward_step(
                 batch, needs=needs, temperature=temperature, coefficients=coefficients
             )
-        names = _list_outputs(needs)
+        names = self.module.list_outputs(needs)
         found = self.pipeline.run(self.pack(batch), needs, temperature)
         if found:
             rows = torch.stack(found)
@@ -216,7 +216,7 @@ class TorchTitanEngine(DecoderEngine):
             return super()._run_train(parts, loss, denominator, temperature)
         needs = needs_of(loss)
         teaching = teaching_of(loss) if DIVERGENCE in needs else None
-        names = _list_outputs(needs)
+        names = self.module.list_outputs(needs)
         known: list[Tensor | None] = []
         if teaching is None:
             # It may raise, which no stage may do alone once the schedule has begun.
@@ -315,9 +315,17 @@ class TorchTitanEngine(DecoderEngine):
             self._hold = None
 
 
-def _list_outputs(needs: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a micro-batch's outputs in their order."""
-    return ("log_probs", *(name for name in ("entropy", "divergence") if name in needs))
+class TorchTitanEngineWithLMHead(TorchTitanEngine):
+    """The engine for log-probs and entropy of torchtitan's causal language models."""
+
+    kind = "language_model"
+
+
+class TorchTitanEngineWithValueHead(TorchTitanEngine):
+    """The engine for a scalar per token, from a linear head on the last hidden states."""
+
+    kind = "value_model"
+    gives = ("values",)
 
 
 def _name_outputs(names: Sequence[str], values: Iterable[Tensor]) -> TokenOutputs:

@@ -50,6 +50,7 @@ __all__ = [
     "RoPE",
     "RoutedExperts",
     "ScaleBiasForward",
+    "ShardingConfig",
     "StateDictAdapter",
     "TokenChoiceTopKRouter",
     "TransformerBlock",
@@ -179,6 +180,7 @@ with _without_triton(), _without_mesh_dims(), _contain_patches():
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
     from torchtitan.protocols.module import Module
+    from torchtitan.protocols.sharding import ShardingConfig
     from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 # torchtitan's default, spmd_types, fails in fully_shard of torch 2.13. Its full_dtensor loses the

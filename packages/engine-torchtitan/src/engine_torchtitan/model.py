@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from engine_api.config import EngineConfig, ModelSource
@@ -69,6 +69,7 @@ class TorchTitanClasses(ModelClasses):
                 why=f"torchtitan's own {hf_config.model_type} would be computed instead",
                 remedy="use backend fsdp2 for this model, or leave trust_remote_code out",
             )
+        super().check(hf_config, kind, source)
 
 
 CLASSES = TorchTitanClasses()
@@ -83,22 +84,24 @@ HEAD = "lm_head.weight"
 class PackedTorchTitan(PackedDecoder):
     """The FSDP root with torchtitan's decoder."""
 
-    def __init__(self, lm: Any, *, logit_chunk: int, layout: Layout) -> None:
-        super().__init__(lm, logit_chunk=logit_chunk, cp_group=layout.cp_group)
+    def __init__(self, lm: Any, *, kind: Kind, logit_chunk: int, layout: Layout) -> None:
+        super().__init__(lm, kind=kind, logit_chunk=logit_chunk, cp_group=layout.cp_group)
         # The head computes its logits in chunks, from the weight alone.
         lm._skip_lm_head = True  # noqa: SLF001 - torchtitan's trainer sets it for the same purpose
         self.tp_group = layout.tp_group
 
-    def run_layers(self, inputs: PackedInputs) -> Tensor:
-        """Compute the hidden states, as torchtitan divides them."""
+    def decode(self, inputs: PackedInputs) -> Tensor:
+        """Compute the hidden states (see ``PackedDecoder.decode``).
+
+        Of a stage before the last they are as torchtitan divides them.
+        """
         hidden: Tensor = self.lm(
             inputs.input_ids, positions=inputs.position_ids, attention_masks=inputs.packing
         )
         return hidden
 
-    def decode(self, inputs: PackedInputs) -> tuple[Tensor, Tensor, VocabularyShard | None]:
-        """Compute the hidden states (see ``PackedDecoder.decode``)."""
-        hidden = self.run_layers(inputs)
+    def divide(self, hidden: Tensor) -> tuple[Tensor, Tensor, VocabularyShard | None]:
+        """Return hidden states and head of this rank (see ``PackedDecoder.divide``)."""
         weight = self.lm.lm_head.weight
         if not isinstance(hidden, DTensor):
             return hidden, weight, None
@@ -106,9 +109,16 @@ class PackedTorchTitan(PackedDecoder):
         # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
+    @property
+    def value_head(self) -> nn.Linear:
+        """The head of a value model, which has the place of the language model's."""
+        head: nn.Linear = self.lm.lm_head
+        return head
+
 
 def build_decoder(
     config: EngineConfig,
+    kind: Kind,
     layout: Layout,
     *,
     sequence_parallel: bool,
@@ -126,8 +136,8 @@ def build_decoder(
         UnsupportedCapability: the engine would compute this model wrongly.
     """
     folder = fetch(config.model)
-    hf_config = read_config(folder, config, "language_model", CLASSES)
-    tree = build_tree(hf_config)
+    hf_config = read_config(folder, config, kind, CLASSES)
+    tree = build_tree(hf_config, kind)
     if config.optimizer is not None:
         refuse_noise(hf_config, where=CLASSES.engine)
     _refuse_indivisible(hf_config, layout.tp, layout.ep)
@@ -135,13 +145,14 @@ def build_decoder(
     set_layouts(
         tree,
         hf_config.model_type,
+        kind,
         sequence_parallel=sequence_parallel,
         divides_experts=layout.ep > 1,
     )
     if quantize is not None:
         quantize(tree)
     files = None if config.model.init == "random" else WeightFiles(folder)
-    names = _list_saved(hf_config, config, folder, files)
+    names = _list_saved(hf_config, config, kind, folder, files)
     with torch.device("meta"):
         lm: Any = tree.build()
     lm.to(DTYPES[config.precision.master])
@@ -151,7 +162,7 @@ def build_decoder(
         tie(lm)
     if config.memory.recompute == "full":
         recompute_children(lm.layers)
-    pieces = _map_names(lm, hf_config, names)
+    pieces = _map_names(lm, hf_config, kind, names)
     if files is not None:
         files.check({piece.name: piece.shape for parts in pieces.values() for piece in parts})
     if cut is not None:
@@ -219,7 +230,7 @@ def _keep_biases(lm: Any) -> None:
 
 
 def _list_saved(
-    hf_config: Any, config: EngineConfig, folder: str, files: WeightFiles | None
+    hf_config: Any, config: EngineConfig, kind: Kind, folder: str, files: WeightFiles | None
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that transformers saves of this model, in its order.
 
@@ -227,14 +238,14 @@ def _list_saved(
         UnsupportedCapability: transformers' model has a mechanism that torchtitan's does not have.
     """
     attention.register()
-    twin = make_model(hf_config, config, "language_model", folder, torch.device("meta"), CLASSES)
+    twin = make_model(hf_config, config, kind, folder, torch.device("meta"), CLASSES)
     refuse_unserved(hf_config, type(twin), twin, served=PLUGIN.capabilities, engine=CLASSES.engine)
-    pieces = CLASSES.list_pieces(twin, "language_model", files)
+    pieces = CLASSES.list_pieces(twin, kind, files)
     return {piece.name: piece.shape for parts in pieces.values() for piece in parts}
 
 
 def _map_names(
-    lm: Any, hf_config: Any, saved: dict[str, tuple[int, ...]]
+    lm: Any, hf_config: Any, kind: Kind, saved: dict[str, tuple[int, ...]]
 ) -> dict[str, list[Piece]]:
     """Return the saved tensor of each parameter, by torchtitan's own table of names.
 
@@ -245,6 +256,8 @@ def _map_names(
     adapter: Any = family.adapter(lm.config, None)
     table = {theirs: ours for ours, theirs in adapter.from_hf_map.items() if theirs is not None}
     table |= family.names
+    if kind == "value_model":
+        table |= {HEAD: "score.weight", "lm_head.bias": "score.bias"}
     pieces: dict[str, list[Piece]] = {}
     biases = [(name, one) for name, one in lm.named_buffers() if name.endswith(".expert_bias_E")]
     for name, tensor in [*lm.named_parameters(), *biases]:

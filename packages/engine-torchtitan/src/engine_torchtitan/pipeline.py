@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from engine_api.errors import ConfigError
 from engine_api.hf_names import Piece
 from engine_api.weights import WeightExport
-from engine_torch.boxes import Box
+from engine_torch.boxes import Box, local_of
 from engine_torch.inputs import PackedInputs
+from engine_torch.model import Kind
 from engine_torch.weights import ShardedParam
 from engine_torchtitan.model import EMBEDDING, HEAD, PackedTorchTitan
 from engine_torchtitan.parallel import Layout
@@ -176,9 +177,15 @@ class PackedStage(PackedTorchTitan):
     """
 
     def __init__(
-        self, lm: Any, *, logit_chunk: int, layout: Layout, sequence_parallel: bool
+        self,
+        lm: Any,
+        *,
+        kind: Kind,
+        logit_chunk: int,
+        layout: Layout,
+        sequence_parallel: bool,
     ) -> None:
-        super().__init__(lm, logit_chunk=logit_chunk, layout=layout)
+        super().__init__(lm, kind=kind, logit_chunk=logit_chunk, layout=layout)
         self.tp_mesh = layout.dims.get_mesh("tp") if layout.tp > 1 else None
         self.divides_tokens = sequence_parallel and layout.tp > 1
 
@@ -199,8 +206,7 @@ class PackedStage(PackedTorchTitan):
             inputs = replace(inputs, input_ids=self._as_divided(received))
         if self.lm.lm_head is not None:
             return super().forward(inputs, needs, temperature)
-        hidden = self.run_layers(inputs)
-        return (hidden.to_local() if isinstance(hidden, DTensor) else hidden,)
+        return (local_of(self.decode(inputs)),)
 
     def _as_divided(self, states: Tensor) -> Tensor:
         """Return hidden states as torchtitan's blocks divide them over tensor-parallel ranks."""

@@ -54,7 +54,13 @@ PLUGIN = EnginePlugin(
         Row(
             backends=("torchtitan",),
             devices=_DEVICES,
-            target="engine_torchtitan.engine:TorchTitanEngine",
+            target="engine_torchtitan.engine:TorchTitanEngineWithLMHead",
+        ),
+        Row(
+            model_types=("value_model",),
+            backends=("torchtitan",),
+            devices=_DEVICES,
+            target="engine_torchtitan.engine:TorchTitanEngineWithValueHead",
         ),
     ),
     capabilities=frozenset(
@@ -66,6 +72,7 @@ PLUGIN = EnginePlugin(
             Capability.CP,
             Capability.EP,
             Capability.MOE,
+            Capability.VALUE_HEAD,
             Capability.OFFLOAD,
             Capability.RECOMPUTE,
             Capability.COMPILE,

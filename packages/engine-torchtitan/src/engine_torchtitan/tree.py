@@ -11,6 +11,7 @@ from typing import Any
 
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_mtp import MTP_COUNTS
+from engine_torch.model import Kind
 from engine_torchtitan.families import FAMILIES, Family
 from engine_torchtitan.library import (
     Decoder,
@@ -18,8 +19,10 @@ from engine_torchtitan.library import (
     FeedForward,
     Linear,
     RMSNorm,
+    ShardingConfig,
     TransformerBlock,
     make_ffn_config,
+    rowwise_config,
 )
 
 __all__ = ["build_tree", "has_experts", "set_layouts"]
@@ -39,18 +42,21 @@ _MAPPED = frozenset(
         "rms_norm_eps",
         "rope_parameters",
         "tie_word_embeddings",
+        "token_classification_bias",
         "vocab_size",
     }
 )
 # Fields that say nothing about what a model computes in a forward pass: names and versions, tokens
-# of generation, a head that predicts further tokens, what transformers returns, and numbers for
-# training and initialization that the engine reads elsewhere or that other keys turn on.
+# of generation, a head that predicts further tokens, what transformers returns, the dropout of a
+# classifier, which a value head is not, and numbers for training and initialization that the engine
+# reads elsewhere or that other keys turn on.
 _IDLE = MTP_COUNTS | {
     "_name_or_path",
     "architectures",
     "auto_map",
     "bos_token_id",
     "chunk_size_feed_forward",
+    "classifier_dropout",
     "dtype",
     "eos_token_id",
     "id2label",
@@ -103,11 +109,14 @@ _ROPE: Mapping[str, frozenset[str]] = {
 }
 
 
-def build_tree(hf_config: Any) -> Decoder.Config:
+def build_tree(hf_config: Any, kind: Kind) -> Decoder.Config:
     """Return torchtitan's configuration of a model.
+
+    The head of a value model has the place of the language model's.
 
     Args:
         hf_config: transformers' configuration of a family in ``FAMILIES``, with overrides applied.
+        kind: kind of the model.
 
     Raises:
         UnsupportedCapability: a field has no mapping to the tree.
@@ -138,13 +147,18 @@ def build_tree(hf_config: Any) -> Decoder.Config:
             moe=None if experts is None else experts(hf_config),
         )
 
+    has_values = kind == "value_model"
     return family.model(
         vocab_size=hf_config.vocab_size,
         dim=dim,
         norm=make_norm(),
-        enable_weight_tying=hf_config.tie_word_embeddings,
+        enable_weight_tying=hf_config.tie_word_embeddings and not has_values,
         tok_embeddings=Embedding.Config(num_embeddings=hf_config.vocab_size, embedding_dim=dim),
-        lm_head=Linear.Config(in_features=dim, out_features=hf_config.vocab_size),
+        lm_head=Linear.Config(
+            in_features=dim,
+            out_features=1 if has_values else hf_config.vocab_size,
+            bias=has_values and getattr(hf_config, "token_classification_bias", True),
+        ),
         layers=[make_block(index) for index in range(hf_config.num_hidden_layers)],
     )
 
@@ -156,7 +170,12 @@ def has_experts(hf_config: Any) -> bool:
 
 
 def set_layouts(
-    tree: Decoder.Config, model_type: str, *, sequence_parallel: bool, divides_experts: bool
+    tree: Decoder.Config,
+    model_type: str,
+    kind: Kind,
+    *,
+    sequence_parallel: bool,
+    divides_experts: bool,
 ) -> None:
     """Give each part of a tree torchtitan's layout of tensor and expert parallelism.
 
@@ -170,6 +189,12 @@ def set_layouts(
     for block in tree.layers:
         # The frequencies are the same on each rank, and take part as a plain tensor.
         block.attention.rope.sharding_config = None
+    if kind == "value_model":
+        # One output cannot be divided: each rank computes all values. A bias of rows is whole, too.
+        whole = rowwise_config().state_shardings["bias"]
+        tree.lm_head.sharding_config = ShardingConfig(
+            state_shardings={"weight": whole, "bias": whole}
+        )
 
 
 def _refuse_unmapped(hf_config: Any, family: Family) -> None:
