@@ -391,7 +391,7 @@ def test_the_preview_refuses_or_drops_documents_beyond_the_budget_of_patches(tmp
     refused = collect(load_config(SFTConfig, tmp_path / "sft.yaml"), "sft").rows
     assert [row.fate for row in refused] == ["kept", "refused"]
     assert refused[1].reason == "more than 24 patches"
-    assert "engine.memory.max_patches" in refused[1].remedy
+    assert "engine.memory.max_patches" in refused[1].error.remedy
     # A document with too many patches cannot be cut.
     for treatment in ("drop", "truncate"):
         override = [f"data.on_too_long={treatment}"]

@@ -74,7 +74,10 @@ def test_rows_are_shown_with_the_mask_and_what_is_left_out(file, capsys):
     joined = " ".join(summary.split())
     assert "1 row would end the run before it begins: the response is empty" in joined
     assert "row 2 (rows.jsonl:2) to do: complete the row, or remove it" in joined
-    assert "missing or null, column 'response' row 3 (rows.jsonl:3)" in joined
+    assert (
+        "missing or null, column 'response' row 3 (rows.jsonl:3) "
+        "why: this row has: prompt, response to do: complete the row, or name another column"
+    ) in joined
 
 
 def test_a_row_in_full_and_a_row_that_is_refused(file, capsys):
@@ -97,6 +100,16 @@ def test_a_row_in_full_and_a_row_that_is_refused(file, capsys):
     assert "row 1 " not in capsys.readouterr().out
     assert main(["data", path, free, "--row", "4"]) == 2
     assert "--row: expected a number from 1 to 3, got 4" in capsys.readouterr().err
+
+
+def test_the_whole_error_of_a_refused_row_is_shown(file, capsys):
+    path = file({"messages": [{"role": "x", "content": "a"}]})
+    assert main(["data", path, "--row", "1"]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert main(["sft", path]) == 2
+    *_, what, why, remedy = capsys.readouterr().err.splitlines()
+    assert "a message without a known role" in what
+    assert shown.count(f"{why.strip()} {remedy.strip()}") == 2
 
 
 def test_what_is_shown_is_what_sft_trains_on(file):

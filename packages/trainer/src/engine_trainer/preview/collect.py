@@ -61,7 +61,8 @@ class PreviewRow:
     """``refused`` for a row that ends a run before it begins."""
     reason: str = ""
     """The reason for a fate other than ``kept``."""
-    remedy: str = ""
+    error: DataError | None = None
+    """The error that ends a run, of a row that is ``refused``."""
     length: int = 0
     """Number of tokens before a cut, in pairs of the longer document.
 
@@ -217,16 +218,17 @@ class _Judge:
                 number=number,
                 fate="dropped" if drops else "refused",
                 reason=f"{item.what}{column}",
-                remedy="" if drops else item.remedy,
+                error=None if drops else item,
             )
         length = max(map(len, item.documents)) if isinstance(item, Pair) else len(item)
         fate, reason, remedy, kept = self._fit(item, length)
+        error = DataError(reason, file=file, row=number, remedy=remedy)
         return PreviewRow(
             file=file,
             number=number,
             fate=fate,
             reason=reason,
-            remedy=remedy if fate == "refused" else "",
+            error=error if fate == "refused" else None,
             length=length,
             parts=self._parts(kept),
             answer=item.answer if isinstance(item, Prompt) else None,

@@ -111,8 +111,7 @@ def _row(preview: Preview, number: int, style: Style, *, whole: bool) -> Iterato
     if row.fate != "kept":
         verb = {"cut": "cut", "dropped": "dropped", "refused": "refused"}[row.fate]
         yield from _text(f"{verb}: {row.reason}", style, FATES[row.fate][1])
-        if row.remedy:
-            yield from _text(f"to do: {row.remedy}", style)
+        yield from _details(row, style)
     before: Part | None = None
     for part in row.parts:
         if len(row.parts) > 1:
@@ -289,8 +288,13 @@ def _summary(preview: Preview, style: Style) -> Iterator[str]:
             first = rows[found[0] - 1]
             label, which = ("row", "") if len(found) == 1 else ("rows", "the first: ")
             yield from _text(f"  {label} {listed}{more} ({which}{_place(first)})", style)
-            if first.remedy:
-                yield from _text(f"  to do: {first.remedy}", style)
+            yield from _details(first, style)
+
+
+def _details(row: PreviewRow, style: Style) -> Iterator[str]:
+    """Yield what an error of a row says behind its first line, as the run would print it."""
+    for line in str(row.error or "").split("\n")[1:]:
+        yield from _text(line, style)
 
 
 def _by_reason(rows: Sequence[PreviewRow], fate: Fate) -> list[tuple[str, list[int]]]:

@@ -121,15 +121,19 @@ def check_data(config: Config, task: str, folder: Path) -> tuple[Preview, str]:
             remedy="rehearse with rows of text alone; engine-train data decodes every image",
         )
     fates = Counter(row.fate for row in preview.rows)
-    refused = next((row for row in preview.rows if row.fate == "refused"), None)
-    if refused is not None:
+    refused = next((row for row in preview.rows if row.error is not None), None)
+    if refused is not None and refused.error is not None:
+        counts = (
+            f"{fates['refused']} of {len(preview.rows)} rows are refused; "
+            f"this one has {refused.length} tokens"
+        )
         raise DataError(
-            refused.reason or "the row cannot be used",
+            refused.error.what,
             file=refused.file,
             row=refused.number,
-            why=f"{fates['refused']} of {len(preview.rows)} rows are like this; "
-            f"this one has {refused.length} tokens",
-            remedy=refused.remedy,
+            column=refused.error.column,
+            why="; ".join(filter(None, (refused.error.why, counts))),
+            remedy=refused.error.remedy,
         )
     usable = [i for i, row in enumerate(preview.rows) if row.fate in ("kept", "cut")]
     if not usable:
