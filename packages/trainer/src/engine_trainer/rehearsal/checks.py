@@ -13,6 +13,7 @@ from engine_api.capabilities import refuse_undeclared
 from engine_api.errors import ConfigError, EngineError
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import Config
+from engine_trainer.config.engine_keys import POLICY, named_below
 from engine_trainer.data import ChatTokenizer
 from engine_trainer.data.readers import read_rows
 from engine_trainer.errors import DataError
@@ -55,12 +56,8 @@ def check_engine(config: Config, gpus: int | None) -> str:
     if not found or found[0].plugin is None:
         return f"{section.backend} is not installed: its options were not checked"
     plugin = found[0].plugin
-    try:
+    with named_below(POLICY):
         capabilities = find_capabilities(plugin, found[0].source, engine.options)
-    except ConfigError as error:
-        raise ConfigError(
-            f"engine.{error.field}", error.what, why=error.why, remedy=error.remedy
-        ) from error
     refuse_undeclared(engine, capabilities, plugin.name)
     return f"{section.backend} declares all that is asked of it"
 
