@@ -237,8 +237,8 @@ def _explode(folder: Path, name: str) -> str:
     return name
 
 
-def _write_text(folder: Path, name: str) -> str:
-    (folder / name).write_text("no image")
+def _write_text(folder: Path, name: str, text: str = "no image") -> str:
+    (folder / name).write_text(text)
     return name
 
 
@@ -249,8 +249,19 @@ def _save(folder: Path, name: str, mode: str, size: tuple[int, int]) -> str:
 
 BAD = {
     "missing": (lambda _: "none.png", r"none\.png\) is missing"),
-    "text": (lambda at: _write_text(at, "t.png"), "is no image"),
-    "a folder": (lambda _: ".", "cannot be decoded"),
+    "text": (lambda at: _write_text(at, "t.png"), "(?s)is no image.*begins with 'no im.*PNG"),
+    "page": (
+        lambda at: _write_text(at, "h.png", "\n<!DOCTYPE html><html>"),
+        "(?s)is no image.*begins with '<!DOCTYPE html><html>'.*fetch it again: a page",
+    ),
+    "pointer": (
+        lambda at: _write_text(at, "l.png", "version https://git-lfs.github.com/spec/v1"),
+        "(?s)is no image.*git lfs pull",
+    ),
+    "empty file": (lambda at: _write_text(at, "e.png", ""), "(?s)is empty.*write it again"),
+    "nothing in base64": (lambda _: "data:image/png;base64,", "(?s)is empty.*write it again"),
+    "a folder": (lambda _: ".", r"(?s)\(\.\) is a folder, expected a file.*a file in it"),
+    "below a file": (lambda _: "good.png/a.png", "is missing"),
     "bomb": (lambda at: _explode(at, "bomb.png"), "has more than .* pixels"),
     "wide": (lambda at: _save(at, "w.png", "L", (30_000, 64)), "is 30000 x 64 pixels, which the"),
     "animated": (lambda at: _animate(at, "m.gif"), "has 3 frames, expected one"),

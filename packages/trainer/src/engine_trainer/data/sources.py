@@ -53,7 +53,7 @@ _BROKEN = (
 )
 # The system's errors for a path or an offset that no file has. Any other number is a fault of the
 # machine; Pillow's own errors have none.
-_OF_THE_FILE = (None, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+_OF_THE_FILE = (None, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 # Largest number of frames of a video, that of Qwen3-VL's processor.
 MAX_FRAMES = 768
@@ -67,6 +67,17 @@ _DEFAULT_DURATION = 100.0
 # Decimals of a time in milliseconds. Without them the sum of thirds would lie before or behind the
 # same time as a product.
 _DECIMALS = 6
+# Number of bytes that are read of a file that is no picture.
+_START = 1024
+# Number of them that an error shows.
+_SHOWN = 40
+# What to do about a file of another kind, by its beginning in lower case.
+_PAGE = "fetch it again: a page came in its place, such as that of an error or of a login"
+_OTHERS = {
+    b"<!doctype html": _PAGE,
+    b"<html": _PAGE,
+    b"version https://git-lfs": "fetch it with `git lfs pull`: this is a pointer to it",
+}
 _EXTRACT = (
     "extract its frames (ffmpeg -i clip.mp4 -vf fps=2 frames/%04d.png), and give them as a list"
 )
@@ -177,7 +188,13 @@ class ImageSource(_Source):
         try:
             with Image.open(self._stream(), formats=FORMATS) as image:
                 yield image
-        except FileNotFoundError as error:
+        except IsADirectoryError as error:
+            raise self.error(
+                "is a folder, expected a file",
+                why="each image or animation is one file",
+                remedy="write the path of a file in it",
+            ) from error
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise self.error(
                 "is missing",
                 why="there is no such file",
@@ -256,13 +273,26 @@ class ImageSource(_Source):
             ) from error
 
     def _unidentified(self) -> ImageError:
-        if self.noun == "video":
-            return self.error(
-                "is no animation", why=f"known: {', '.join(ANIMATED)}", remedy=_EXTRACT
-            )
+        start = self._read_start()
+        if not start:
+            return self.error("is empty", why="it has no bytes", remedy="fetch or write it again")
+        # A page may have blanks or a byte order mark before it.
+        start = start.lstrip(b" \t\r\n\xef\xbb\xbf")
+        is_video = self.noun == "video"
+        known = ANIMATED if is_video else FORMATS
+        usual = _EXTRACT if is_video else "convert it to PNG"
+        other = (way for begins, way in _OTHERS.items() if start.lower().startswith(begins))
         return self.error(
-            "is no image", why=f"known: {', '.join(FORMATS)}", remedy="convert it to PNG"
+            "is no animation" if is_video else "is no image",
+            why=f"it begins with {start[:_SHOWN].decode('latin-1')!r}; known: {', '.join(known)}",
+            remedy=next(other, usual),
         )
+
+    def _read_start(self) -> bytes:
+        """Return the first bytes of the image's file."""
+        stream = self._stream()
+        with stream.open("rb") if isinstance(stream, Path) else stream as file:
+            return file.read(_START)
 
     def _too_large(self, why: str) -> ImageError:
         return self.error(
