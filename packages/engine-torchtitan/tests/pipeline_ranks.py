@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -195,3 +196,17 @@ def refuse(path: str, sizes: dict[str, int]) -> tuple[str, str]:
     except EngineError as error:
         return getattr(error, "field", ""), str(error)
     return "", ""
+
+
+def count_kept(path: str, sizes: dict[str, int]) -> int:
+    """Return the number of tensors that a closed engine keeps."""
+    # The meshes that all engines of a process share stay.
+    create(path, sizes).close()
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
+    engine = create(path, sizes)
+    engine.close()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, Tensor) and id(one) not in before]
+    # The engine lives until here.
+    return len(kept) if engine.capabilities else -1

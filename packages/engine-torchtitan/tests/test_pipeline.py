@@ -179,3 +179,8 @@ def test_more_stages_than_layers_are_refused_on_every_rank(
         assert field == "parallelism.pp"
         assert "expected at most 1, got 2" in text
         assert "set parallelism.pp to at most 1" in text
+
+
+def test_a_closed_stage_keeps_no_tensor(tmp_path: Path, pools: dict[int, RankPool]) -> None:
+    folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
+    assert pools[2].run("pipeline_ranks:count_kept", path=folder, sizes={"pp": 2}) == [0, 0]

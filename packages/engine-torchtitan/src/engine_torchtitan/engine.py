@@ -303,6 +303,7 @@ class TorchTitanEngine(DecoderEngine):
     def _release(self) -> None:
         self._tied = None
         self._absent = []
+        self._whole = {}
         self.pipeline = None
         try:
             super()._release()
