@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import huggingface_hub
 import pytest
@@ -58,6 +59,39 @@ def test_a_path_that_cannot_be_a_name_is_told_without_a_question(hub):
     for path in ("runs/sft/hf", "./model", "/no/model"):
         with pytest.raises(ConfigError, match=f"no folder '{path}'"):
             load(path, tokenizer=path)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("tokenizer.json", "{}", "(?s)expected a folder, got the file.*to do: name /"),
+        ("tokenizer.json", None, "(?s)expected a folder, got the file.*name the model's folder"),
+        ("", None, "(?s)no config.json in the folder.*it has .*copy the model's config"),
+        (
+            "",
+            '{"model_type": "qw',
+            "(?s)config.json cannot be read as JSON.*Unterminated.*fetch the file",
+        ),
+        ("", "", "(?s)config.json cannot be read as JSON.*fetch the file"),
+        ("", "[" * 100_000, "(?s)config.json cannot be read as JSON.*fetch the file"),
+        ("", "[1]", "(?s)config.json: expected an object, got a list.*fetch the file"),
+    ],
+)
+@pytest.mark.parametrize("has_own_tokenizer", [False, True])
+def test_a_model_whose_config_cannot_be_read_is_told_by_its_defect(
+    hub, tmp_path, model_folder, name, config, said, has_own_tokenizer
+):
+    asked = hub(None)
+    tokenizer = shutil.copytree(model_folder, tmp_path / "own") if has_own_tokenizer else None
+    (model_folder / "config.json").unlink()
+    if config is not None:
+        (model_folder / "config.json").write_text(config)
+    path = model_folder / name
+    with pytest.raises(ConfigError, match=said) as caught:  # noqa: PT012 - either is the first
+        load(path, tokenizer=tokenizer and str(tokenizer))
+        positions_of(ModelSource(path=str(path)))
+    assert caught.value.field == "engine.model.path"
     assert not asked
 
 

@@ -25,7 +25,13 @@ from engine_trainer.data.layouts import IMAGE_MARK, VIDEO_MARK, Example, Message
 from engine_trainer.data.sources import say_count
 from engine_trainer.data.templates import TemplateError, renderer
 from engine_trainer.errors import ImageError
-from engine_trainer.utils.hf_models import MODEL_KEY, first_line, hf_config, require_source
+from engine_trainer.utils.hf_models import (
+    MODEL_KEY,
+    first_line,
+    hf_config,
+    require_json,
+    require_source,
+)
 
 TOKENIZER_FILES = ("tokenizer*", "*.model", "vocab*", "merges.txt", "*.tiktoken", "tekken.json")
 _FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, vocab.txt"
@@ -570,6 +576,7 @@ def _find_media_tokens(model: ModelSource) -> tuple[int | None, int | None]:
     """
     from transformers import PreTrainedConfig
 
+    require_json(model.path, MODEL_KEY)
     # A tokenizer needs no config.json.
     with suppress(OSError):
         content, _ = PreTrainedConfig.get_config_dict(model.path, revision=model.revision)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError
+from engine_api.errors import ConfigError, kind_of
 from engine_api.hf_config import read_hf_config
 from engine_api.hf_noise import noise_rates
 from engine_api.hf_overrides import override
@@ -18,8 +19,9 @@ MODEL_KEY = "engine.model.path"
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a model's configuration with the number of its experts, of which a family has one."""
 
+CONFIG = "config.json"
 # A cache that has one of these files has been filled.
-_ANY_OF = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_ANY_OF = (CONFIG, "tokenizer.json", "tokenizer_config.json")
 
 
 def hf_config(
@@ -35,6 +37,7 @@ def hf_config(
 
     Raises ``ConfigError``.
     """
+    _require_config(source.path, key)
     config = read_hf_config(
         source.path,
         field=key,
@@ -79,11 +82,13 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
 
     Such a ``path`` is no folder and not in the hub's cache, and the hub does not have it or cannot
     be reached. transformers finds that out, too, but asks five times for each of several files,
-    which takes most of a minute without a network.
+    which takes most of a minute without a network. A ``config.json`` in the folder must be whole.
     """
     from huggingface_hub import try_to_load_from_cache
 
+    _refuse_file(path, key)
     if os.path.isdir(path):  # noqa: PTH112 - it is False, not an error, for a path that is too long
+        require_json(path, key)
         return
     if path.startswith(("/", ".", "~")):  # no hub id begins with these
         raise ConfigError(
@@ -94,6 +99,59 @@ def require_source(path: str, key: str, revision: str | None = None) -> None:
         isinstance(try_to_load_from_cache(path, name, revision=revision), str) for name in _ANY_OF
     ):
         _require_on_hub(path, key, revision)
+
+
+def require_json(path: str, key: str) -> None:
+    """Raise ``ConfigError`` for a ``config.json`` in the folder ``path`` that is no JSON object.
+
+    A folder without the file, and the name of a hub, are left to other checks.
+    """
+    file = Path(path) / CONFIG
+    if not os.path.isfile(file):  # noqa: PTH113 - as above
+        return
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    # The error of bad UTF-8 is a ValueError, and a deeply nested text ends Python's stack.
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            key,
+            f"{file} cannot be read as JSON",
+            why=first_line(error),
+            remedy="fetch the file again (a truncated copy gives this error)",
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            key,
+            f"{file}: expected an object, got {kind_of(content)}",
+            remedy="fetch the file again, or name the folder of a model",
+        )
+
+
+def _refuse_file(path: str, key: str) -> None:
+    if not os.path.isfile(path):  # noqa: PTH113 - it is False, not an error, for a path that is too long
+        return
+    folder = Path(path).parent
+    raise ConfigError(
+        key,
+        f"expected a folder, got the file {path!r}",
+        why=f"a model is a folder with {CONFIG}, its weights and its tokenizer",
+        remedy=f"name {folder}" if (folder / CONFIG).is_file() else "name the model's folder",
+    )
+
+
+def _require_config(path: str, key: str) -> None:
+    """Raise ``ConfigError`` for a path that is a file, and for a folder without ``config.json``."""
+    _refuse_file(path, key)
+    if os.path.isdir(path) and not (Path(path) / CONFIG).is_file():  # noqa: PTH112 - as above
+        there = ", ".join(sorted(file.name for file in Path(path).iterdir())[:8]) or "nothing"
+        raise ConfigError(
+            key,
+            f"no {CONFIG} in the folder {path!r}",
+            why=f"it has {there}",
+            remedy=_inside(Path(path))
+            or f"copy the model's {CONFIG} into it, or name another folder or a hub id",
+        )
+    require_json(path, key)
 
 
 def first_line(error: Exception) -> str:
@@ -161,6 +219,6 @@ def _inside(folder: Path) -> str:
     """Return a remedy if ``folder`` is a run's folder with a model in it, and "" if not."""
     return (
         f"name {folder / 'hf'}, the model that this run has saved"
-        if (folder / "hf" / "config.json").is_file()
+        if (folder / "hf" / CONFIG).is_file()
         else ""
     )
