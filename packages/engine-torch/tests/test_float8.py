@@ -62,12 +62,30 @@ def test_torchao_that_is_absent_or_untested_is_named_with_its_installation(
 
     versions_of = devices.importlib.metadata
     monkeypatch.setattr(versions_of, "version", version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert not versions.has_torchao()
-    with pytest.raises(UnsupportedCapability, match=found or "not installed") as caught:
-        float8.refuse_without_torchao(ask(compute="float8"), "an engine", "pip install it")
-    assert caught.value.capability == "fp8"
-    assert "pip install it, or compute in bfloat16" in caught.value.remedy
-    float8.refuse_without_torchao(ask(compute="bfloat16"), "an engine", "pip install it")
+    for device, emulate in (("cuda", False), ("cpu", True)):
+        with pytest.raises(UnsupportedCapability, match=found or "not installed") as caught:
+            demand_torchao("float8", device, emulate=emulate)
+        assert caught.value.capability == "fp8"
+        assert caught.value.remedy == "pip install it, or compute in bfloat16"
+    demand_torchao("bfloat16", "cpu", emulate=False)
+
+
+def test_a_device_without_float8_is_named_before_the_torchao_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(float8, "find_torchao_problem", lambda: "torchao is not installed")
+    with pytest.raises(UnsupportedCapability) as caught:
+        demand_torchao("float8", "cpu", emulate=False)
+    assert caught.value.why.startswith("products of FP8 need CUDA's compute capability 8.9")
+    assert "this device is cpu; torchao is not installed" in caught.value.why
+    assert caught.value.remedy.startswith("use an Ada, Hopper or newer GPU with torchao (pip")
+
+
+def demand_torchao(compute: str, device: str, *, emulate: bool) -> None:
+    asked = ask(compute=compute)
+    float8.refuse_without_torchao(asked, device, "an engine", "pip install it", emulate=emulate)
 
 
 def test_sides_that_float8_does_not_take_are_refused_by_layer() -> None:

@@ -95,14 +95,17 @@ class DTensorEngine(BaseEngine):
     """
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
-        has_float8 = issubclass(self.options_class, Float8Options)
-        if has_float8:
-            refuse_without_torchao(config, resolution.plugin.name, self.float8_install)
-        super().__init__(config, resolution=resolution)
         self.options: Any = build_options(config.options, self.options_class)
-        self._float8 = takes_float8(config)
+        has_float8 = issubclass(self.options_class, Float8Options)
         emulate = has_float8 and self.options.float8_emulate
-        check_float8(config, resolution.device, emulate=emulate)
+        device = resolution.device
+        if has_float8:
+            refuse_without_torchao(
+                config, device, resolution.plugin.name, self.float8_install, emulate=emulate
+            )
+        super().__init__(config, resolution=resolution)
+        self._float8 = takes_float8(config)
+        check_float8(config, device, emulate=emulate)
         if self._float8:
             self.config = compute_in_bfloat16(config)
         self._late: LateGradients | None = None

@@ -45,6 +45,8 @@ _UNIT = 16
 
 # The first devices with products of FP8.
 _LEAST_CAPABILITY = (8, 9)
+_WHY_DEVICE = "products of FP8 need CUDA's compute capability 8.9 or newer"
+_OTHER_DEVICE = "use an Ada, Hopper or newer GPU"
 
 
 def takes_float8(config: EngineConfig) -> bool:
@@ -76,13 +78,18 @@ def check_float8(config: EngineConfig, device_type: str, *, emulate: bool) -> No
             )
     if not takes_float8(config) or emulate:
         return
-    if device_type != "cuda" or torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+    if not _has_products(device_type):
         raise ConfigError(
             "precision.compute",
             f"expected another dtype on this device ({device_type}), got float8",
-            why="products of FP8 need CUDA's compute capability 8.9 or newer",
-            remedy="use an Ada, Hopper or newer GPU, or compute in bfloat16",
+            why=_WHY_DEVICE,
+            remedy=f"{_OTHER_DEVICE}, or compute in bfloat16",
         )
+
+
+def _has_products(device_type: str) -> bool:
+    """Return whether a device multiplies in FP8."""
+    return device_type == "cuda" and torch.cuda.get_device_capability() >= _LEAST_CAPABILITY
 
 
 def check_sides(name: str, inputs: int, outputs: int) -> None:
@@ -111,21 +118,31 @@ def round_up(multiple: int) -> int:
     return math.lcm(multiple, _UNIT)
 
 
-def refuse_without_torchao(config: EngineConfig, engine: str, install: str) -> None:
+def refuse_without_torchao(
+    config: EngineConfig, device_type: str, engine: str, install: str, *, emulate: bool
+) -> None:
     """Raise ``UnsupportedCapability`` where FP8 is asked for without the tested torchao.
+
+    It names a device that has no FP8 first: torchao would not help there.
 
     Args:
         config: the engine's configuration.
+        device_type: device that will compute.
         engine: name of the engine, which declares no FP8 then.
         install: command that installs the tested torchao.
+        emulate: True for products that are computed in another dtype (``options.float8_emulate``).
     """
-    if takes_float8(config) and (problem := find_torchao_problem()):
-        raise UnsupportedCapability(
-            Capability.FP8,
-            where=engine,
-            why=f"{problem}; torchao {TESTED_TORCHAO} computes its products in FP8",
-            remedy=f"{install}, or compute in bfloat16",
-        )
+    problem = find_torchao_problem()
+    if not takes_float8(config) or not problem:
+        return
+    why = f"{problem}; torchao {TESTED_TORCHAO} computes its products in FP8"
+    remedy = install
+    if not emulate and not _has_products(device_type):
+        why = f"{_WHY_DEVICE}, and this device is {device_type}; {why}"
+        remedy = f"{_OTHER_DEVICE} with torchao ({install})"
+    raise UnsupportedCapability(
+        Capability.FP8, where=engine, why=why, remedy=f"{remedy}, or compute in bfloat16"
+    )
 
 
 def load_settings(recipe: str, *, emulate: bool) -> Any:
