@@ -58,6 +58,7 @@ def test_a_head_without_a_bias_is_read_and_trained(
 
 
 @pytest.mark.distributed
+@pytest.mark.turn
 @pytest.mark.parametrize(("family", "layout", "config"), TWO)
 def test_values_are_the_same_over_two_ranks(
     tmp_path: Path,
