@@ -354,14 +354,14 @@ def busy_ms(engine: Any, batches: list[Batch]) -> float:
 
     Kernels that run at the same time count once. A collective that waits for other ranks counts.
     """
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
     with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
         for batch in batches:
             engine.train_batch(batch, sft_loss)
-    events = [event for event in recorded.events() if event.device_type == DeviceType.CUDA]
+    every = recorded.events() or ()
+    events = [event for event in every if event.device_type.name == "CUDA"]
     ranges = [(event.time_range.start, event.time_range.end) for event in events]
     return union_length(ranges) / 1e3 / len(batches)
 
