@@ -18,7 +18,7 @@ from engine_trainer.config import SFTConfig
 from engine_trainer.config.loading import load_config
 from engine_trainer.rewards import RewardError, register
 from engine_trainer.rl.loop import train_rl
-from engine_trainer.run.checkpoints import Checkpoints
+from engine_trainer.run.checkpoints import Checkpoints, find_checkpoint
 from engine_trainer.sft import train_sft
 
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.3}
@@ -90,6 +90,31 @@ def test_an_evaluation_that_fails_costs_no_step_and_is_made_up_for(
     again = run_sft(sft_file, *measured).folder
     assert rows_of(again) == rows_of(unbroken)
     assert torch.equal(table(again), table(unbroken))
+
+
+@pytest.mark.parametrize(("failing", "losses"), [(2, [3.0, 2.0, 2.5]), (3, [3.0, 2.0, 1.0])])
+def test_a_step_that_is_measured_late_can_be_the_best_one(
+    sft_file, tmp_path, monkeypatch, failing, losses
+):
+    # Steps 0, 2 and 4 are measured, and behind step 4 nothing is saved.
+    given = ["run.steps=4", "run.keep=1", "run.keep_best=eval/loss", "eval.every=2"]
+    given.append(f"eval.source={tmp_path / 'rows.jsonl'}")
+    calls = []
+    left = iter(losses)
+
+    def heldout_loss(*_):
+        calls.append(1)
+        if len(calls) == failing:
+            raise OSError("the held-out file is gone")
+        return {"loss": next(left)}
+
+    monkeypatch.setattr(sft, "heldout_loss", heldout_loss)
+    with pytest.raises(OSError, match="held-out"):
+        run_sft(sft_file, *given)
+    folder = run_sft(sft_file, *given).folder / "checkpoints"
+    name = (folder / "best").read_text().strip()
+    assert name == f"step-{2 * (failing - 1):06d}"
+    assert find_checkpoint(folder / "best") == folder / name
 
 
 def test_a_failure_before_the_first_step_saves_nothing(sft_file, tmp_path, fail_at, capsys):

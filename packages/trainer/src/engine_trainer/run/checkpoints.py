@@ -132,7 +132,7 @@ class Checkpoints:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
-            together(comm, lambda: self._prune() if comm.rank == 0 else None)
+            together(comm, lambda: self.prune() if comm.rank == 0 else None)
 
     @staticmethod
     def companion(path: Path, name: str) -> Path:
@@ -165,7 +165,19 @@ class Checkpoints:
             shutil.rmtree(path)
         for folder in {self.folder, *(path.parent for path in self.folder.glob("*/step-*"))}:
             repair(folder)
-        self._prune()
+        self.prune()
+
+    def prune(self) -> None:
+        """Write ``best``, and remove checkpoints that are no longer kept."""
+        steps = list(self.steps().items())
+        if self.best in dict(steps):
+            write_text(self.folder / BEST, dict(steps)[self.best].name)
+        old = steps[: -self.keep] if self.keep else []
+        for path in (path for step, path in old if step != self.best):
+            # The policy's folder goes first: the rest of a killed removal is then no checkpoint.
+            for part in (path, *self.folder.glob(f"*/{path.name}")):
+                remove(part)
+        assert not steps or (self.folder / LATEST).is_file()
 
     def _find_named(self, path: Path, own: Mapping[int, Path]) -> Path:
         if not path.is_dir():
@@ -185,17 +197,6 @@ class Checkpoints:
                 remedy="use another run.output_dir, or remove them",
             )
         return path
-
-    def _prune(self) -> None:
-        steps = list(self.steps().items())
-        if self.best in dict(steps):
-            write_text(self.folder / BEST, dict(steps)[self.best].name)
-        old = steps[: -self.keep] if self.keep else []
-        for path in (path for step, path in old if step != self.best):
-            # The policy's folder goes first: the rest of a killed removal is then no checkpoint.
-            for part in (path, *self.folder.glob(f"*/{path.name}")):
-                remove(part)
-        assert not steps or (self.folder / LATEST).is_file()
 
 
 def find_checkpoint(path: Path) -> Path:

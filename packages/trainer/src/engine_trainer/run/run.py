@@ -363,6 +363,8 @@ class Run:
         self._best.check(metrics)
         if step and self._best.note(step, metrics):
             self.checkpoints.best = step
+            # The step was saved before it was measured, and may be the last one.
+            together(self.comm, lambda: self.checkpoints.prune() if self.is_main else None)
 
     def complete(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> None:
         """Note that the update of ``step`` is done.
