@@ -9,6 +9,7 @@ import yaml
 from layout import ROOT
 
 from engine_api.errors import ConfigError
+from engine_api.heartbeat import mark_as_agreed, raised_by_all
 from engine_trainer.config import (
     CorrectionSection,
     DPOConfig,
@@ -477,6 +478,13 @@ def test_keys_of_an_engine_are_named_below_its_own_section(field, named):
     error = caught.value
     assert (error.field, error.what, error.why, error.remedy) == (named, "what", "why", "remedy")
     assert error.where == f"config {named}"
+
+
+def test_a_renamed_error_is_still_one_that_all_ranks_raise():
+    with pytest.raises(ConfigError) as caught, named_below("algorithm.critic"):
+        raise mark_as_agreed(ConfigError("model.path", "a"))
+    assert caught.value.field == "algorithm.critic.model.path"
+    assert raised_by_all(caught.value)
 
 
 def test_nulls_of_the_engine_are_filled_from_the_run(file):

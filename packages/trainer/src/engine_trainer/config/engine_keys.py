@@ -30,4 +30,7 @@ def named_below(key: str) -> Iterator[None]:
         found = f"{key}.{name}"
         if name.partition(".")[0] not in _NAMES or found == error.field:
             raise
-        raise ConfigError(found, error.what, why=error.why, remedy=error.remedy) from error
+        renamed = ConfigError(found, error.what, why=error.why, remedy=error.remedy)
+        # Such as the mark that every rank raises the error (`heartbeat.mark_as_agreed`).
+        vars(renamed).update(vars(error) | vars(renamed))
+        raise renamed from error
