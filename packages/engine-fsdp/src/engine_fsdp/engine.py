@@ -43,6 +43,7 @@ from engine_torch.model import (
     document_limit,
     initial_std,
     is_compiled,
+    is_recomputing_blocks,
     reset_buffers,
 )
 from engine_torch.options import DTensorOptions
@@ -233,7 +234,7 @@ class FSDPEngine(DTensorEngine):
             **super()._choices(),
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
-            "memory.recompute": "full" if lm.is_gradient_checkpointing else "none",
+            "memory.recompute": "full" if is_recomputing_blocks(lm) else "none",
             "memory.compile": compiled,
             "memory.logit_chunk": self.module.logit_chunk,
         }

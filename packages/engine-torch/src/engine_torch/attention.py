@@ -159,6 +159,13 @@ def _select_kernel(lengths: list[int], kernel: str) -> str:
 
 def check_heads(config: Any, ulysses: int) -> None:
     """Raise ``ConfigError`` unless the model's heads can be split over ``ulysses`` ranks."""
+    # Layers may have other numbers than the model as a whole.
+    varies = getattr(config, "is_heterogeneous", False)
+    for layer in config.per_layer_config if varies else [config]:
+        _check_heads_of(layer, ulysses)
+
+
+def _check_heads_of(config: Any, ulysses: int) -> None:
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         # A model without attention.

@@ -410,7 +410,7 @@ def build_model(
             part.requires_grad_(False)
     routers = _find_routers(lm, config, classes.engine, balanced=balanced)
     if config.memory.recompute == "full":
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_blocks(lm)
     files = None if random else WeightFiles(folder)
     pieces = classes.list_pieces(lm, kind, files)
     if files is not None:
@@ -653,6 +653,20 @@ def blocks_of(lm: Any) -> list[nn.Module]:
             remedy="use a transformers causal language model",
         )
     return blocks
+
+
+def recompute_blocks(lm: Any) -> None:
+    """Let each block of a transformers model compute its activations again in the backward pass."""
+    # transformers 5.23 renamed it, and warns of the earlier name.
+    kind = "activation" if hasattr(lm, "activation_checkpointing_enable") else "gradient"
+    enable = getattr(lm, f"{kind}_checkpointing_enable")
+    enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
+
+
+def is_recomputing_blocks(lm: Any) -> bool:
+    """Return whether the blocks of a transformers model compute their activations again."""
+    kind = "activation" if hasattr(lm, "activation_checkpointing_enable") else "gradient"
+    return bool(getattr(lm, f"is_{kind}_checkpointing"))
 
 
 def recompute_children(layers: nn.Module, *, draws: bool = False) -> None:
