@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_model
+from experts_ranks import SquaredValues
+from tiny_models import documents, tiny_config, tiny_model
 
-from engine_api import EngineConfig, EngineRegistry, ModelSource
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    LoraConfig,
+    ModelSource,
+    OptimizerConfig,
+)
+from engine_conformance.ranks import RankPool
 
 # Largest difference relative to the largest element, for float32 sums in two orders.
 NEAR = 2e-5
+
+
+class Pools(dict[int, RankPool]):
+    """Pools by their number of ranks, each of which starts when it is first asked for."""
+
+    def __missing__(self, ranks: int) -> RankPool:
+        self[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
+        return self[ranks]
+
+
+@contextmanager
+def open_pools() -> Iterator[Pools]:
+    """Yield pools, which are closed behind the block."""
+    pools = Pools()
+    try:
+        yield pools
+    finally:
+        for pool in pools.values():
+            pool.close()
 
 
 def write_value_model(folder: Path, family: str, **keys: Any) -> str:
@@ -81,3 +111,38 @@ def check_new_head(backend: str, folder: Path) -> None:
     assert all(torch.equal(saved[name], one) for name, one in weights.items())
     assert saved["score.weight"].any()
     assert critic.config.architectures == ["Qwen3ForTokenClassification"]
+
+
+def check_adapters(backend: str, folder: Path) -> None:
+    """Compare the values of an engine with adapters on all layers with its saved folder's."""
+    from transformers import AutoModelForTokenClassification
+
+    config = EngineConfig(
+        model=ModelSource(path=write_value_model(folder / "model", "qwen3")),
+        lora=LoraConfig(rank=4, alpha=8.0, target_modules="all-linear"),
+        optimizer=OptimizerConfig(name="torch.optim.SGD", lr=0.1),
+    )
+    engine = EngineRegistry.create(
+        backend=backend, model_type="value_model", device="cpu", config=config
+    )
+    engine.initialize()
+    rows = [
+        {"input_ids": ids.tolist(), "loss_weight": [0.0] + [1.0] * (len(ids) - 1)}
+        for ids in documents()
+    ]
+    batch = Batch.pack(rows)
+    first = engine.infer_batch(batch).values
+    for _ in range(2):
+        engine.train_batch(batch, SquaredValues())
+    values = engine.infer_batch(batch).values
+    assert float((values - first).abs().max()) > 0.01
+    adapters = {name: one.clone() for name, one in engine.get_per_tensor_param(adapter="only")}
+    assert all(bool(one.any()) for one in adapters.values())
+    engine.save_hf(folder / "merged")
+    engine.close()
+    merged = AutoModelForTokenClassification.from_pretrained(folder / "merged").eval()
+    parts = values.split([len(ids) for ids in documents()])
+    for ids, found in zip(documents(), parts, strict=True):
+        with torch.no_grad():
+            scores = merged(input_ids=ids[None]).logits[0, :, 0]
+        torch.testing.assert_close(found[1:], scores[:-1], rtol=1e-4, atol=1e-4)

@@ -24,6 +24,7 @@ from engine_torch.attention import (
 )
 from engine_torch.context import build_context
 from engine_torch.head import VocabularyShard, chunked_log_probs
+from engine_torch.model import is_recomputing_blocks, recompute_blocks
 
 TOKENS = 13
 HIDDEN = 6
@@ -370,6 +371,27 @@ def test_heads_are_split_over_ranks_or_refused(
         return
     with pytest.raises(ConfigError, match="cannot be split"):
         check_heads(config, ranks)
+
+
+def test_heads_of_each_layer_are_split_over_ranks_or_refused() -> None:
+    layers = [
+        SimpleNamespace(num_attention_heads=heads, num_key_value_heads=heads) for heads in (4, 2)
+    ]
+    config = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
+    check_heads(config, 2)
+    with pytest.raises(ConfigError, match="2 heads and 2 KV heads cannot be split over 4 ranks"):
+        check_heads(config, 4)
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+def test_recomputation_is_turned_on_by_the_name_that_transformers_has(kind: str) -> None:
+    given: dict[str, Any] = {}
+    model = SimpleNamespace(
+        **{f"{kind}_checkpointing_enable": given.update, f"is_{kind}_checkpointing": True}
+    )
+    recompute_blocks(model)
+    assert given == {f"{kind}_checkpointing_kwargs": {"use_reentrant": False}}
+    assert is_recomputing_blocks(model)
 
 
 @pytest.mark.parametrize(

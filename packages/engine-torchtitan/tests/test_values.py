@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from value_checks import check_new_head, compare_values, write_value_model
+from value_checks import Pools, check_new_head, compare_values, open_pools, write_value_model
 
-from engine_conformance.ranks import RankPool
 from engine_torchtitan.families import FAMILIES
 
 TWO: list[tuple[str, dict[str, int], dict[str, Any]]] = [
@@ -29,30 +28,20 @@ FOUR: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    started: dict[int, RankPool] = {}
-
-    class Pools(dict[int, RankPool]):
-        def __missing__(self, ranks: int) -> RankPool:
-            self[ranks] = started[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
-            return self[ranks]
-
-    yield Pools()
-    for pool in started.values():
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_familys_values_and_gradients_are_those_of_engine_fsdp(
-    tmp_path: Path, pools: dict[int, RankPool], family: str
+    tmp_path: Path, pools: Pools, family: str
 ) -> None:
     path = write_value_model(tmp_path, family)
     compare_values((pools[1], pools[1]), path, "torchtitan", {})
 
 
-def test_a_head_without_a_bias_is_read_and_trained(
-    tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
+def test_a_head_without_a_bias_is_read_and_trained(tmp_path: Path, pools: Pools) -> None:
     path = write_value_model(tmp_path, "qwen3", token_classification_bias=False)
     compare_values((pools[1], pools[1]), path, "torchtitan", {})
 
@@ -62,7 +51,7 @@ def test_a_head_without_a_bias_is_read_and_trained(
 @pytest.mark.parametrize(("family", "layout", "config"), TWO)
 def test_values_are_the_same_over_two_ranks(
     tmp_path: Path,
-    pools: dict[int, RankPool],
+    pools: Pools,
     family: str,
     layout: dict[str, int],
     config: dict[str, Any],
@@ -76,7 +65,7 @@ def test_values_are_the_same_over_two_ranks(
 @pytest.mark.parametrize(("family", "layout", "config"), FOUR)
 def test_values_are_the_same_over_four_ranks(
     tmp_path: Path,
-    pools: dict[int, RankPool],
+    pools: Pools,
     family: str,
     layout: dict[str, int],
     config: dict[str, Any],

@@ -238,7 +238,7 @@ def _make(
 
 
 def _replace_head(lm: Any, twin: Any) -> None:
-    """Give a model the value head of transformers' in the place of its own head."""
+    """Replace the head of a model by the value head of transformers' model, ``twin``."""
     lm.lm_head = None
     lm.score = twin.score
 

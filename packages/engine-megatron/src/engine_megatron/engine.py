@@ -457,7 +457,7 @@ class MegatronEngine(BaseEngine):
 
 
 def _describe_value_model(hf_config: Any) -> None:
-    """Make a configuration, which ``save_hf`` writes, that of a value model."""
+    """Turn a configuration into that of a value model, for ``save_hf``."""
     from transformers import AutoModelForTokenClassification
 
     hf_config.num_labels = 1

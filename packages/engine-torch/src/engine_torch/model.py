@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
@@ -34,7 +33,6 @@ from engine_api.hf_vision import (
 )
 from engine_api.results import TokenOutputs
 from engine_torch import attention
-from engine_torch.boxes import local_of
 from engine_torch.divergence import chunked_divergence
 from engine_torch.head import VocabularyShard, chunked_log_probs
 from engine_torch.inputs import PackedInputs
@@ -143,16 +141,13 @@ class PackedModel(nn.Module):
 
     def evaluate(self, inputs: PackedInputs, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the values of hidden states ``[T'/n, d]`` of a value model (see ``forward``)."""
-        head = self.value_head
-        bias = None if head.bias is None else local_of(head.bias)
-        values = F.linear(hidden, local_of(head.weight), bias).squeeze(-1).float()
+        values = self.apply_value_head(hidden).squeeze(-1).float()
         return (inputs.align(values, self.group),)
 
-    @property
-    def value_head(self) -> nn.Linear:
-        """The head of a value model, with one output."""
-        head: nn.Linear = self.lm.score
-        return head
+    def apply_value_head(self, hidden: Tensor) -> Tensor:
+        """Return the outputs ``[T'/n, 1]`` of a value model's head, and of its adapter, if any."""
+        values: Tensor = self.lm.score(hidden)
+        return values
 
     def score(
         self,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from engine_api.config import EngineConfig, ModelSource
@@ -18,7 +19,7 @@ from engine_api.hf_folder import WeightFiles, fetch
 from engine_api.hf_names import Piece
 from engine_api.hf_noise import refuse_noise
 from engine_torch import attention
-from engine_torch.boxes import find_box
+from engine_torch.boxes import find_box, local_of
 from engine_torch.decoder import BuiltDecoder, PackedDecoder, check_divisible
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs
@@ -93,7 +94,7 @@ class PackedTorchTitan(PackedDecoder):
     def decode(self, inputs: PackedInputs) -> Tensor:
         """Compute the hidden states (see ``PackedDecoder.decode``).
 
-        Of a stage before the last they are as torchtitan divides them.
+        A stage before the last returns them as torchtitan divides them.
         """
         hidden: Tensor = self.lm(
             inputs.input_ids, positions=inputs.position_ids, attention_masks=inputs.packing
@@ -109,11 +110,14 @@ class PackedTorchTitan(PackedDecoder):
         # Each rank's logits are of its own part of the vocabulary, and so is its gradient.
         return hidden.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
-    @property
-    def value_head(self) -> nn.Linear:
-        """The head of a value model, which has the place of the language model's."""
-        head: nn.Linear = self.lm.lm_head
-        return head
+    def apply_value_head(self, hidden: Tensor) -> Tensor:
+        """Return the outputs of the head (see ``PackedModel.apply_value_head``).
+
+        It has the place of the language model's, and is whole on each tensor-parallel rank.
+        """
+        head = self.lm.lm_head
+        bias = None if head.bias is None else local_of(head.bias)
+        return F.linear(hidden, local_of(head.weight), bias)
 
 
 def build_decoder(

@@ -253,18 +253,20 @@ def test_a_column_that_is_null_throughout_is_not_there(tmp_path):
 @pytest.mark.parametrize(
     ("odd", "column"),
     [
-        ({"messages": CHAT}, "messages"),
-        ({"prompt": "hi", "response": "ho"}, "prompt"),
-        ({"question": "hi", "response": "ho"}, "response"),
+        ({"messages": CHAT}, "question"),
+        ({"prompt": "hi", "response": "ho"}, "question"),
+        ({"question": "hi", "response": "ho"}, "answer"),
+        ({"question": None, "answer": "ho", "messages": CHAT}, "question"),
     ],
 )
 def test_an_odd_row_is_blamed_itself(jsonl, at, odd, column):
     rows = [{"question": "hi", "answer": "ho"} for _ in range(5)]
     rows.insert(at, odd)
-    with pytest.raises(DataError, match="got it in 1 of 6") as caught:
+    with pytest.raises(DataError, match="missing or null") as caught:
         examples(jsonl(*rows))
     assert (caught.value.row, caught.value.column) == (at + 1, column)
-    assert "has: question, answer" in caught.value.why
+    filled = ", ".join(name for name, value in odd.items() if value is not None)
+    assert caught.value.why == f"this row has: {filled}"
     rows = [{"messages": CHAT} for _ in range(5)]
     rows.insert(at, {"prompt": "hi", "response": "ho"})
     with pytest.raises(DataError, match="missing or null") as caught:

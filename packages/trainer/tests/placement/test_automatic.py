@@ -40,7 +40,7 @@ from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import why_unfit
 from engine_trainer.rollouts.plugin import PLUGIN as LOCAL
 from engine_trainer.run.checkpoints import compare, list_defaults
-from engine_trainer.utils.hf_models import EXPERT_KEYS
+from engine_trainer.utils.hf_models import EXPERT_KEYS, text_config
 
 # Qwen3-0.6B.
 SMALL = {
@@ -136,6 +136,37 @@ def configure(cls: Any, folder: Path, tree: dict[str, Any], **engine: Any) -> An
 def choose(config: Any, launcher: Any) -> tuple[Any, dict[str, Any]]:
     settled, choices = settle(config, launcher)
     return settled, {one.key: one.value for one in choices}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "section", "key"),
+    [
+        ("gae", "critic", "algorithm.critic"),
+        ("grpo", "teacher.engine", "algorithm.teacher.engine"),
+    ],
+)
+def test_the_model_of_another_engine_is_named_by_its_own_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, advantage: str, section: str, key: str
+) -> None:
+    (empty := folder / "empty").mkdir()
+    algorithm: dict[str, Any] = {"model": {"path": str(empty)}}
+    for name in reversed(section.split(".")):
+        algorithm = {name: algorithm}
+    tree = RL | {"algorithm": {"advantage": advantage, **algorithm}}
+    config = configure(RLConfig, folder, tree)
+    with pytest.raises(ConfigError) as caught:
+        settle(config, Launcher("cuda"))
+    assert caught.value.field == f"{key}.model.path"
+
+    def count(source: Any, trunk: bool = False) -> int:
+        del trunk
+        return len(text_config(source).to_dict())
+
+    monkeypatch.setattr(memory, "count_parameters", count)
+    policy = config.engine.build(seed=0, total_steps=1)
+    with pytest.raises(ConfigError) as caught:
+        memory.engines_bytes(config, policy, "cuda")
+    assert caught.value.field == f"{key}.model.path"
 
 
 def test_a_cpu_computes_what_it_did_before_there_were_choices(folder: Path) -> None:

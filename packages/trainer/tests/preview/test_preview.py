@@ -76,7 +76,7 @@ def test_rows_are_shown_with_the_mask_and_what_is_left_out(file, capsys):
     assert "row 2 (rows.jsonl:2) to do: complete the row, or remove it" in joined
     assert (
         "missing or null, column 'response' row 3 (rows.jsonl:3) "
-        "why: this row has: prompt, response to do: complete the row, or name another column"
+        "why: this row has: prompt to do: complete the row, or name another column"
     ) in joined
 
 

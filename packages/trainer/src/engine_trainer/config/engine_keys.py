@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -20,8 +21,8 @@ _NAMES = {"backend", "device", "model_type", *(one.name for one in fields(Engine
 def named_below(key: str) -> Iterator[None]:
     """Name the keys of an engine in errors below ``key``, its section in the configuration.
 
-    An engine names them as ``EngineConfig`` does, and what knows the policy alone below
-    ``engine``. Errors of other keys are raised as they are.
+    An engine names them as ``EngineConfig`` does, and code that knows only the policy names them
+    below ``engine``. Errors of other keys are raised as they are.
     """
     try:
         yield
@@ -30,7 +31,7 @@ def named_below(key: str) -> Iterator[None]:
         found = f"{key}.{name}"
         if name.partition(".")[0] not in _NAMES or found == error.field:
             raise
-        renamed = ConfigError(found, error.what, why=error.why, remedy=error.remedy)
-        # Such as the mark that every rank raises the error (`heartbeat.mark_as_agreed`).
-        vars(renamed).update(vars(error) | vars(renamed))
+        # A copy keeps the mark that every rank raises the error (`heartbeat.mark_as_agreed`).
+        renamed = copy.copy(error)
+        ConfigError.__init__(renamed, found, error.what, why=error.why, remedy=error.remedy)
         raise renamed from error

@@ -29,6 +29,7 @@ likewise from a column ``videos`` or ``video``, with ``<video>`` and parts of ty
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal
@@ -216,11 +217,11 @@ class _Layout:
         present, scored = _Present(rows), need == "prompt"
         images = (columns.images or present.first(IMAGES)) if takes_images else None
         videos = (columns.videos or present.first(VIDEOS)) if takes_images else None
-        messages = columns.messages or present.first(("messages",))
-        if messages is None and columns.prompt is None and present.first(PROMPTS) is None:
-            messages = present.first(CONVERSATIONS)
+        messages = columns.messages
+        if messages is None and columns.prompt is None:
+            chosen = present.choose(("messages", *PROMPTS)) or present.choose(CONVERSATIONS)
+            messages = None if chosen in PROMPTS else chosen
         if messages and not columns.prompt:
-            present.refuse_odd(messages, columns.messages)
             return _Layout(
                 messages=messages,
                 prompt=None,
@@ -231,8 +232,8 @@ class _Layout:
                 videos=videos,
                 takes_images=takes_images,
             )
-        prompt = columns.prompt or present.first(PROMPTS)
-        response = columns.response or present.first(RESPONSES)
+        prompt = columns.prompt or present.choose(PROMPTS)
+        response = columns.response or present.choose(RESPONSES)
         if prompt is None or (response is None and need == "response"):
             missing = "prompt" if prompt is None else "response"
             raise rows[0].error(
@@ -241,9 +242,6 @@ class _Layout:
                 why=f"columns: {', '.join(map(str, rows[0].values))}",
                 remedy=f"name it with data.columns.{missing}, or see engine_trainer.data.layouts",
             )
-        present.refuse_odd(prompt, columns.prompt)
-        if response is not None and need == "response":
-            present.refuse_odd(response, columns.response)
         return _Layout(
             messages=None,
             prompt=prompt,
@@ -429,46 +427,39 @@ class _Places(Generic[S]):
 
 
 class _Present:
-    """The columns that at least one row fills.
+    """The columns that rows fill.
 
     The first row alone does not decide, because it may have a null where other rows have a value.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._filled = {
+        self._counts = Counter(
             name for row in rows for name, value in row.values.items() if value is not None
-        }
+        )
 
     def first(self, names: Sequence[str]) -> str | None:
         """Return the first of ``names`` that is filled, or None.
 
         Dots reach into nested columns.
         """
-        return next((name for name in names if self._has(name)), None)
+        return next((name for name in names if self._count(name)), None)
 
-    def refuse_odd(self, name: str, given: str | None) -> None:
-        """Raise ``DataError`` for a column that each row needs and fewer than half of them fill.
+    def choose(self, names: Sequence[str]) -> str | None:
+        """Return the first of ``names`` that half of the rows fill, or that which most fill.
 
-        A few odd rows would choose it, and each of the others would be blamed. ``given`` is the
-        column that ``data.columns`` names, which is not doubted.
+        It is None where no row fills one. A few odd rows do not choose the columns of all: they
+        lack the chosen one, and are named for it.
         """
-        odd = [row for row in self._rows if _reach(row.values, name) is not None]
-        if name == given or 2 * len(odd) >= len(self._rows):
-            return
-        other = next(row for row in self._rows if _reach(row.values, name) is None)
-        raise odd[0].error(
-            f"expected the column in all rows, got it in {len(odd)} of {len(self._rows)}",
-            column=name,
-            why=f"row {other.number} has: {', '.join(map(str, other.values))}",
-            remedy="write the row like the others, or remove it; data.columns names the columns "
-            "that are read",
-        )
+        half = (name for name in names if 2 * self._count(name) >= len(self._rows))
+        chosen = next(half, None) or max(names, key=self._count)
+        return chosen if self._count(chosen) else None
 
-    def _has(self, name: str) -> bool:
-        if name in self._filled or name.split(".", maxsplit=1)[0] not in self._filled:
-            return name in self._filled
-        return any(_reach(row.values, name) is not None for row in self._rows)
+    def _count(self, name: str) -> int:
+        """Return the number of rows that fill a column."""
+        if name in self._counts or name.split(".", maxsplit=1)[0] not in self._counts:
+            return self._counts[name]
+        return sum(_reach(row.values, name) is not None for row in self._rows)
 
 
 def _reach(values: Any, name: str) -> Any:
@@ -482,10 +473,11 @@ def _reach(values: Any, name: str) -> Any:
 def _cell(row: Row, name: str) -> Any:
     value = _reach(row.values, name)
     if value is None:
+        filled = [str(name) for name, one in row.values.items() if one is not None]
         raise row.error(
             "the column is missing or null",
             column=name,
-            why=f"this row has: {', '.join(map(str, row.values))}",
+            why=f"this row has: {', '.join(filled) or 'nothing'}",
             remedy="complete the row, or name another column below data.columns",
         )
     return value

@@ -188,7 +188,7 @@ def _not_utf8(what: str, path: Path, row: int | None, error: UnicodeDecodeError)
         file=str(path),
         row=row,
         why=str(error),
-        remedy="convert the file, and name the new one, for Latin-1 with "
+        remedy="convert the file, and name the new one; if it is Latin-1: "
         + _conversion(path, "LATIN1"),
     )
 

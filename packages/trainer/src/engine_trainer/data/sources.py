@@ -67,10 +67,9 @@ _DEFAULT_DURATION = 100.0
 # Decimals of a time in milliseconds. Without them the sum of thirds would lie before or behind the
 # same time as a product.
 _DECIMALS = 6
-# Number of bytes that are read of a file that is no picture.
-_START = 1024
-# Number of them that an error shows.
-_SHOWN = 40
+# Number of bytes that are read of a file that is no image, and of those that an error shows.
+_START_BYTES = 1024
+_SHOWN_BYTES = 40
 # What to do about a file of another kind, by its beginning in lower case.
 _PAGE = "fetch it again: a page came in its place, such as that of an error or of a login"
 _OTHERS = {
@@ -273,18 +272,19 @@ class ImageSource(_Source):
             ) from error
 
     def _unidentified(self) -> ImageError:
-        start = self._read_start()
-        if not start:
-            return self.error("is empty", why="it has no bytes", remedy="fetch or write it again")
         # A page may have blanks or a byte order mark before it.
-        start = start.lstrip(b" \t\r\n\xef\xbb\xbf")
+        start = self._read_start().lstrip(b" \t\r\n\xef\xbb\xbf")
+        if not start:
+            why = "it has no bytes, or blanks alone"
+            return self.error("is empty", why=why, remedy="fetch or write it again")
         is_video = self.noun == "video"
         known = ANIMATED if is_video else FORMATS
         usual = _EXTRACT if is_video else "convert it to PNG"
         other = (way for begins, way in _OTHERS.items() if start.lower().startswith(begins))
+        shown = start[:_SHOWN_BYTES].decode("latin-1")
         return self.error(
             "is no animation" if is_video else "is no image",
-            why=f"it begins with {start[:_SHOWN].decode('latin-1')!r}; known: {', '.join(known)}",
+            why=f"it begins with {shown!r}; known: {', '.join(known)}",
             remedy=next(other, usual),
         )
 
@@ -292,7 +292,7 @@ class ImageSource(_Source):
         """Return the first bytes of the image's file."""
         stream = self._stream()
         with stream.open("rb") if isinstance(stream, Path) else stream as file:
-            return file.read(_START)
+            return file.read(_START_BYTES)
 
     def _too_large(self, why: str) -> ImageError:
         return self.error(

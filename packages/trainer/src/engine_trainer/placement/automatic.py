@@ -111,8 +111,8 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     for prefix, section in _sections(config).items():
         with named_below(prefix):
             _, own = launcher.resolve(section)
-        surroundings = replace(around, capabilities=own)
-        settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
+            surroundings = replace(around, capabilities=own)
+            settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
         choices += found
     return _replaced(config, settled, rollout), choices
 

@@ -29,6 +29,7 @@ from engine_api.errors import ConfigError
 from engine_api.hf_config import unbuildable
 from engine_api.hf_vision import find_auto_class, has_vision
 from engine_trainer.config import Config, DPOConfig, KTOConfig, RLConfig
+from engine_trainer.config.engine_keys import named_below
 from engine_trainer.config.sections import EngineSection, RolloutSection, positive_option
 from engine_trainer.placement.replica import rollout_device, rollout_dtype
 from engine_trainer.utils.hf_models import MODEL_KEY, hf_config
@@ -136,18 +137,15 @@ def engines_bytes(config: Config, policy: EngineConfig, device: str) -> dict[str
     algorithm = config.algorithm
     if algorithm.critic is not None:
         critic = algorithm.critic.engine(config.engine)
-        found["critic"] = engine_bytes(
-            critic,
-            count_parameters(critic.model, trunk=True),
-            device,
-            learns=True,
-            frozen=count_frozen(critic.model, trunk=True),
-        )
+        with named_below("algorithm.critic"):
+            parameters = count_parameters(critic.model, trunk=True)
+            frozen = count_frozen(critic.model, trunk=True)
+        found["critic"] = engine_bytes(critic, parameters, device, learns=True, frozen=frozen)
     if algorithm.teacher is not None and algorithm.teacher.engine is not None:
         teacher = algorithm.teacher.engine.engine(config.engine)
-        found["teacher"] = engine_bytes(
-            teacher, count_parameters(teacher.model), device, learns=False
-        )
+        with named_below("algorithm.teacher.engine"):
+            parameters = count_parameters(teacher.model)
+        found["teacher"] = engine_bytes(teacher, parameters, device, learns=False)
     return found
 
 

@@ -62,7 +62,7 @@ class PreviewRow:
     reason: str = ""
     """The reason for a fate other than ``kept``."""
     error: DataError | None = None
-    """The error that ends a run, of a row that is ``refused``."""
+    """The error of a refused row, which would end a run."""
     length: int = 0
     """Number of tokens before a cut, in pairs of the longer document.
 
@@ -222,13 +222,15 @@ class _Judge:
             )
         length = max(map(len, item.documents)) if isinstance(item, Pair) else len(item)
         fate, reason, remedy, kept = self._fit(item, length)
-        error = DataError(reason, file=file, row=number, remedy=remedy)
+        error = None
+        if fate == "refused":
+            error = DataError(reason, file=file, row=number, remedy=remedy)
         return PreviewRow(
             file=file,
             number=number,
             fate=fate,
             reason=reason,
-            error=error if fate == "refused" else None,
+            error=error,
             length=length,
             parts=self._parts(kept),
             answer=item.answer if isinstance(item, Prompt) else None,

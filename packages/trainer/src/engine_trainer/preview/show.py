@@ -292,7 +292,7 @@ def _summary(preview: Preview, style: Style) -> Iterator[str]:
 
 
 def _details(row: PreviewRow, style: Style) -> Iterator[str]:
-    """Yield what an error of a row says behind its first line, as the run would print it."""
+    """Yield the lines of a row's error after the first, as the run would print them."""
     for line in str(row.error or "").split("\n")[1:]:
         yield from _text(line, style)
 

@@ -120,10 +120,9 @@ def check_data(config: Config, task: str, folder: Path) -> tuple[Preview, str]:
     fates = Counter(row.fate for row in preview.rows)
     refused = next((row for row in preview.rows if row.error is not None), None)
     if refused is not None and refused.error is not None:
-        counts = (
-            f"{fates['refused']} of {len(preview.rows)} rows are refused; "
-            f"this one has {refused.length} tokens"
-        )
+        counts = f"{fates['refused']} of {len(preview.rows)} rows are refused"
+        if refused.length:
+            counts += f"; this one has {refused.length} tokens"
         raise DataError(
             refused.error.what,
             file=refused.file,

@@ -1,0 +1,18 @@
+"""Value models: a head that a language model gets, and adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from value_checks import check_adapters, check_new_head
+
+pytest.importorskip("veomni")
+
+
+def test_a_language_model_gets_a_head_that_transformers_reads(tmp_path: Path) -> None:
+    check_new_head("veomni", tmp_path)
+
+
+def test_adapters_are_in_the_values_and_in_the_saved_folder(tmp_path: Path) -> None:
+    check_adapters("veomni", tmp_path)
