@@ -462,7 +462,7 @@ def _describe_value_model(hf_config: Any) -> None:
 
     hf_config.num_labels = 1
     # A server reads the name of the class, which a language model's folder has otherwise.
-    cls = AutoModelForTokenClassification._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - no public name tells it without building
+    cls: Any = AutoModelForTokenClassification._model_mapping.get(type(hf_config), None)  # noqa: SLF001 - no public name tells it without building
     if cls is not None:
         hf_config.architectures = [cls.__name__]
 
