@@ -564,12 +564,17 @@ def read_config(
     classes.check(hf_config, kind, config.model)
     override(hf_config, config.model.config_overrides)
     if kind == "value_model":
-        hf_config.num_labels = 1
-        # A server reads the name of the class, which a language model's folder has otherwise.
-        cls = find_class(kind, hf_config)
-        if cls is not None:
-            hf_config.architectures = [cls.__name__]
+        _describe_value_model(hf_config)
     return hf_config
+
+
+def _describe_value_model(hf_config: Any) -> None:
+    """Turn a configuration into that of a value model, for ``save_hf``."""
+    hf_config.num_labels = 1
+    # A server reads the name of the class, which a language model's folder has otherwise.
+    cls = find_class("value_model", hf_config)
+    if cls is not None:
+        hf_config.architectures = [cls.__name__]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
