@@ -361,6 +361,7 @@ def test_zeros_that_a_crash_leaves_are_no_encoding(tmp_path):
         ("x.jsonl", '{"prompt": "a"}\n{"a": [{"b": "\\uDC00"}]}\n', "a"),
         ("x.json", '[{"prompt": "a"}, {"prompt": "a\\ud800"}]', "prompt"),
         ("x.json", '[{"prompt": "a"}, {"\\ud800": "a"}]', None),
+        ("x.jsonl", '{"prompt": "a"}\n["\\ud800"]\n', None),
     ],
 )
 def test_half_of_a_surrogate_pair_is_named_with_its_row_and_column(tmp_path, name, text, column):

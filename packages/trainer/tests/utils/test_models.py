@@ -62,6 +62,14 @@ def test_a_path_that_cannot_be_a_name_is_told_without_a_question(hub):
     assert not asked
 
 
+def test_the_folder_of_an_adapter_is_no_model(model_folder):
+    (model_folder / "config.json").unlink()
+    (model_folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it holds an adapter: name the model") as caught:
+        positions_of(ModelSource(path=str(model_folder)))
+    assert caught.value.field == "engine.model.path"
+
+
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [

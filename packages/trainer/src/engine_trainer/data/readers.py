@@ -151,7 +151,10 @@ def _read_file(path: Path) -> list[Row]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of text, decompressed. Raises ``DataError``, also for errors while it is read."""
+    """Open a file of text, decompressed.
+
+    Raises ``DataError`` for UTF-16 and UTF-32, and for errors while it is opened and read.
+    """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             _refuse_wide(file.peek(4)[:4], path)
@@ -346,7 +349,8 @@ def _half_character(
         "a text has half of a character",
         file=str(path),
         row=row,
-        column=str(keys[0]) if keys else None,
+        # A list in the place of a row has no columns.
+        column=keys[0] if keys and isinstance(keys[0], str) else None,
         why=str(error),
         remedy="write the text again, or remove the half (a text that was cut inside of an emoji "
         "ends like this)",

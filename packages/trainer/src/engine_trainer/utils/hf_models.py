@@ -216,9 +216,9 @@ def _require_on_hub(path: str, key: str, revision: str | None) -> None:
 
 
 def _inside(folder: Path) -> str:
-    """Return a remedy if ``folder`` is a run's folder with a model in it, and "" if not."""
-    return (
-        f"name {folder / 'hf'}, the model that this run has saved"
-        if (folder / "hf" / CONFIG).is_file()
-        else ""
-    )
+    """Return a remedy for a run's folder with a model in it and for an adapter's, or ""."""
+    if (folder / "hf" / CONFIG).is_file():
+        return f"name {folder / 'hf'}, the model that this run has saved"
+    if (folder / "adapter_config.json").is_file():
+        return "it holds an adapter: name the model that it belongs to, or a merged export"
+    return ""
