@@ -11,19 +11,17 @@ from value_checks import Pools, check_new_head, compare_values, open_pools, writ
 
 from engine_torchtitan.families import FAMILIES
 
-TWO: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("qwen3", {"tp": 2}, {}),
-    ("qwen3", {"tp": 2}, {"options": {"sequence_parallel": False}}),
-    ("llama", {"cp": 2}, {"memory": {"recompute": "full"}}),
-    ("qwen3", {"pp": 2}, {"memory": {"max_tokens": 24}}),
-    ("qwen3_moe", {"ep": 2}, {}),
-    ("gpt_oss", {"pp": 2}, {}),
-    ("deepseek_v3", {"tp": 2, "ep": 2}, {}),
-]
-FOUR: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("qwen3", {"pp": 2, "tp": 2}, {}),
-    ("qwen3", {"pp": 4}, {}),
-    ("qwen3_moe", {"pp": 2, "ep": 2}, {}),
+LAYOUTS: list[tuple[int, str, dict[str, int], dict[str, Any]]] = [
+    (2, "qwen3", {"tp": 2}, {}),
+    (2, "qwen3", {"tp": 2}, {"options": {"sequence_parallel": False}}),
+    (2, "llama", {"cp": 2}, {"memory": {"recompute": "full"}}),
+    (2, "qwen3", {"pp": 2}, {"memory": {"max_tokens": 24}}),
+    (2, "qwen3_moe", {"ep": 2}, {}),
+    (2, "gpt_oss", {"pp": 2}, {}),
+    (2, "deepseek_v3", {"tp": 2, "ep": 2}, {}),
+    (4, "qwen3", {"pp": 2, "tp": 2}, {}),
+    (4, "qwen3", {"pp": 4}, {}),
+    (4, "qwen3_moe", {"pp": 2, "ep": 2}, {}),
 ]
 
 
@@ -48,30 +46,17 @@ def test_a_head_without_a_bias_is_read_and_trained(tmp_path: Path, pools: Pools)
 
 @pytest.mark.distributed
 @pytest.mark.turn
-@pytest.mark.parametrize(("family", "layout", "config"), TWO)
-def test_values_are_the_same_over_two_ranks(
+@pytest.mark.parametrize(("ranks", "family", "layout", "config"), LAYOUTS)
+def test_values_are_the_same_over_ranks(
     tmp_path: Path,
     pools: Pools,
+    ranks: int,
     family: str,
     layout: dict[str, int],
     config: dict[str, Any],
 ) -> None:
     path = write_value_model(tmp_path, family, num_key_value_heads=4)
-    compare_values((pools[1], pools[2]), path, "torchtitan", layout, **config)
-
-
-@pytest.mark.distributed
-@pytest.mark.nightly
-@pytest.mark.parametrize(("family", "layout", "config"), FOUR)
-def test_values_are_the_same_over_four_ranks(
-    tmp_path: Path,
-    pools: Pools,
-    family: str,
-    layout: dict[str, int],
-    config: dict[str, Any],
-) -> None:
-    path = write_value_model(tmp_path, family, num_key_value_heads=4)
-    compare_values((pools[1], pools[4]), path, "torchtitan", layout, **config)
+    compare_values((pools[1], pools[ranks]), path, "torchtitan", layout, **config)
 
 
 def test_a_language_model_gets_a_head_that_transformers_reads(tmp_path: Path) -> None:
