@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from engine_api.contract import Adapter
 from engine_api.generators import seed_all
 from engine_api.losses import LossFn
 from engine_api.manifest import Entry
-from engine_api.results import LossOutput, TokenOutputs, TrainOutput
+from engine_api.results import CheckpointInfo, LossOutput, TokenOutputs, TrainOutput
 from engine_api.weights import ShardSpec, WeightExport
 from engine_loopback.engine import LoopbackEngine
 from engine_mutants.mutant import mutant
@@ -241,12 +241,30 @@ class AttributeErrorBeforeInitialize(LoopbackEngine):
 class CloseAbandonsSave(LoopbackEngine):
     """``close`` does not wait for a save that is still running."""
 
+    # Seconds that a save waits for ``close``. Without them it may have ended by then.
+    _HELD = 3.0
+
+    def initialize(self) -> None:
+        self._closed = threading.Event()
+        super().initialize()
+
+    def _checkpoint_writer(self, *, copied: bool) -> Callable[..., CheckpointInfo]:
+        write = super()._checkpoint_writer(copied=copied)
+
+        def hold(*args: Any, **options: Any) -> CheckpointInfo:
+            if copied:
+                self._closed.wait(self._HELD)
+            return write(*args, **options)
+
+        return hold
+
     def close(self) -> None:
         if self._writer_pool is not None:
             self._writer_pool.shutdown(wait=False, cancel_futures=True)
         self._writer_pool = None
         self._saving = None
         super().close()
+        self._closed.set()
 
 
 @mutant("contract.inference_only", group="core")
