@@ -657,16 +657,22 @@ def blocks_of(lm: Any) -> list[nn.Module]:
 
 def recompute_blocks(lm: Any) -> None:
     """Let each block of a transformers model compute its activations again in the backward pass."""
-    # transformers 5.23 renamed it, and warns of the earlier name.
-    kind = "activation" if hasattr(lm, "activation_checkpointing_enable") else "gradient"
+    kind = _name_recomputation(lm)
     enable = getattr(lm, f"{kind}_checkpointing_enable")
     enable(**{f"{kind}_checkpointing_kwargs": {"use_reentrant": False}})
 
 
 def is_recomputing_blocks(lm: Any) -> bool:
     """Return whether the blocks of a transformers model compute their activations again."""
-    kind = "activation" if hasattr(lm, "activation_checkpointing_enable") else "gradient"
-    return bool(getattr(lm, f"is_{kind}_checkpointing"))
+    return bool(getattr(lm, f"is_{_name_recomputation(lm)}_checkpointing"))
+
+
+def _name_recomputation(lm: Any) -> str:
+    """Return the word that transformers has in its names of recomputation.
+
+    Release 5.23 renamed them, and warns of the earlier ones.
+    """
+    return "activation" if hasattr(lm, "activation_checkpointing_enable") else "gradient"
 
 
 def recompute_children(layers: nn.Module, *, draws: bool = False) -> None:

@@ -47,9 +47,9 @@ _MAPPED = frozenset(
     }
 )
 # Fields that say nothing about what a model computes in a forward pass: names and versions, tokens
-# of generation, a head that predicts further tokens, what transformers returns, a
-# dropout that a value head does not apply, and numbers for training and initialization that the
-# engine reads elsewhere or that other keys turn on.
+# of generation, a head that predicts further tokens, what transformers returns, a dropout that a
+# value head does not apply, and numbers for training and initialization that the engine reads
+# elsewhere or that other keys turn on.
 _IDLE = MTP_COUNTS | {
     "_name_or_path",
     "architectures",
