@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from balance_reference import DOCUMENTS, pack
+from tested_ranks import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -32,7 +32,7 @@ def create(path: str, backend: str, **config: Any) -> Any:
     } | config
     return EngineRegistry.create(
         backend=backend,
-        device=os.environ.get("MEGATRON_TEST_DEVICE", "cpu") if backend == "megatron" else "cpu",
+        device=DEVICE,
         config=EngineConfig(model=ModelSource(path=path), **settings),
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from balance_reference import DOCUMENTS, rows_of
+from tested_ranks import DEVICE
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -49,11 +49,6 @@ class Found:
     """Shapes of the parts of experts' weights that this rank keeps, by name."""
 
 
-def device() -> str:
-    """Return the type of device that the tests of experts run on."""
-    return os.environ.get("EXPERTS_TEST_DEVICE", "cpu")
-
-
 def make(
     path: str, *, layout: Mapping[str, int], model_type: str = "language_model", **config: Any
 ) -> Any:
@@ -62,7 +57,7 @@ def make(
     return EngineRegistry.create(
         model_type=model_type,
         backend=config.pop("backend", "fsdp2"),
-        device=device(),
+        device=DEVICE,
         config=EngineConfig(
             model=ModelSource(path=path),
             **{"optimizer": SGD, "parallelism": Parallelism(**layout), "memory": memory} | config,
@@ -173,7 +168,7 @@ def journey(
         losses.append(engine.train_batch(Batch.pack(rows_of(own)), sft_loss).loss)
         if moves:
             engine.to("cpu")
-            engine.to(device())
+            engine.to(DEVICE)
         engine.save_checkpoint(Path(folder) / f"step-{number + 1:06d}")
         engine.save_hf(Path(folder) / "hf")
         weights = {name: one.to("cpu", copy=True) for name, one in engine.get_per_tensor_param()}

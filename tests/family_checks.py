@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tested_ranks import DEVICE
 from tiny_models import documents, oracle, tiny_model
 from torch import Tensor
 
@@ -76,7 +77,7 @@ def compute(
     documents: list[list[int]],
     **memory: Any,
 ) -> Result:
-    """Return the results of a backend on a CPU (see ``run``), inside a rank.
+    """Return the results of a backend (see ``run``), inside a rank.
 
     ``memory`` are fields of ``engine_api.Memory``.
     """
@@ -87,7 +88,7 @@ def compute(
         optimizer=SGD,
         memory=Memory(max_tokens=128, **memory),
     )
-    return run(EngineRegistry.create(backend=backend, device="cpu", config=config), documents)
+    return run(EngineRegistry.create(backend=backend, device=DEVICE, config=config), documents)
 
 
 @dataclass(frozen=True, kw_only=True)

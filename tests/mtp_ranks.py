@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from tested_ranks import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -26,14 +26,13 @@ BATCH = Batch.pack([{"input_ids": IDS, "loss_weight": [0.0] + [1.0] * (len(IDS) 
 
 def create(path: str, backend: str, **config: Any) -> Any:
     """Return an initialized engine."""
-    device = os.environ.get("MEGATRON_TEST_DEVICE", "cpu") if backend == "megatron" else "cpu"
     settings = {
         "model": ModelSource(path=path),
         "optimizer": OptimizerConfig(lr=1e-2),
     } | config
     engine = EngineRegistry.create(
         backend=backend,
-        device=device,
+        device=DEVICE,
         config=EngineConfig(**settings),
     )
     engine.initialize()

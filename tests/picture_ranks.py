@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tested_ranks import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -54,7 +55,7 @@ def create(path: str, backend: str = "veomni", **config: Any) -> Any:
         "memory": Memory(max_tokens=24),
     } | config
     whole = EngineConfig(model=source, **settings)
-    return EngineRegistry.create(backend=backend, device="cpu", config=whole)
+    return EngineRegistry.create(backend=backend, device=DEVICE, config=whole)
 
 
 def read_weights(engine: Any) -> dict[str, Tensor]:
@@ -71,7 +72,7 @@ def step(
     place = engine.topology
     own = list(order)[place.dp_rank :: place.dp_size]
     batch = picture_batch([draw_documents()[i] for i in own], "cpu")
-    log_probs = engine.infer_batch(batch).log_probs
+    log_probs = engine.infer_batch(batch).log_probs.cpu()
     before = read_weights(engine)
     output = engine.train_batch(batch, sft_loss)
     after = read_weights(engine)

@@ -188,7 +188,7 @@ def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: 
         "mechanisms-attention": "mixers",
         "mechanisms-state": "mixers",
     }
-    assert written["megatron-families"].variables == {"MEGATRON_TEST_DEVICE": "cuda"}
+    assert written["megatron-families"].variables == {"ENGINE_TEST_DEVICE": "cuda"}
     assert (tmp_path / "fsdp2.float32" / "report.json").is_file()
     for name in ("megatron", "fsdp2"):
         given = next(job.command for job in written.values() if job.environment == name)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from experts_ranks import SquaredValues
+from tested_ranks import NEAR
 from tiny_models import documents, tiny_config, tiny_model
 
 from engine_api import (
@@ -20,29 +19,6 @@ from engine_api import (
     ModelSource,
     OptimizerConfig,
 )
-from engine_conformance.ranks import RankPool
-
-# Largest difference relative to the largest element, for float32 sums in two orders.
-NEAR = 2e-5
-
-
-class Pools(dict[int, RankPool]):
-    """Pools by their number of ranks, each of which starts when it is first asked for."""
-
-    def __missing__(self, ranks: int) -> RankPool:
-        self[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
-        return self[ranks]
-
-
-@contextmanager
-def open_pools() -> Iterator[Pools]:
-    """Yield pools, which are closed behind the block."""
-    pools = Pools()
-    try:
-        yield pools
-    finally:
-        for pool in pools.values():
-            pool.close()
 
 
 def write_value_model(folder: Path, family: str, **keys: Any) -> str:

@@ -49,7 +49,25 @@ TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "megatron-families": (
         "megatron",
         ("packages/engine-megatron/tests/test_families.py",),
-        {"MEGATRON_TEST_DEVICE": "cuda"},
+        {"ENGINE_TEST_DEVICE": "cuda"},
+    ),
+    "torchtitan-families": (
+        "torchtitan",
+        tuple(
+            f"packages/engine-torchtitan/tests/test_{name}.py"
+            for name in ("families", "pipeline", "values")
+        ),
+        {"ENGINE_TEST_DEVICE": "cuda"},
+    ),
+    "automodel-families": (
+        "automodel",
+        tuple(f"packages/engine-automodel/tests/test_{name}.py" for name in ("families", "values")),
+        {"ENGINE_TEST_DEVICE": "cuda"},
+    ),
+    "veomni-images": (
+        "veomni",
+        ("packages/engine-veomni/tests/test_vision.py",),
+        {"ENGINE_TEST_DEVICE": "cuda"},
     ),
     "fsdp2-gpu": (
         "fsdp2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,13 @@ import torch
 from balance_reference import DOCUMENTS, expect, read
 from config_changes import YARN, change_keys
 from folder_checks import create_on
+from tested_ranks import NEAR, Pools, open_pools
 from tiny_models import documents, log_probs, oracle, tiny_model
 
 from engine_api import Batch
 from engine_api.errors import EngineError
 from engine_api.hf_names import saved_buffers
 from engine_automodel.library import FAMILIES
-from engine_conformance.ranks import RankPool
-
-# A rounded sum of float32, relative to the largest element.
-NEAR = 2e-5
 
 GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 SCALED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
@@ -69,17 +66,9 @@ FOUR: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    made: dict[int, RankPool] = {}
-
-    def pool_of(ranks: int) -> RankPool:
-        if ranks not in made:
-            made[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
-        return made[ranks]
-
-    yield pool_of
-    for pool in made.values():
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 def write(folder: Path, family: str, **keys: Any) -> str:
@@ -126,11 +115,11 @@ def _runs(layouts: dict[int, list[tuple[dict[str, int], dict[str, Any]]]]) -> li
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "layout", "config"), _runs({1: ALONE, 2: TWO}))
 def test_every_token_and_weight_is_that_of_transformers(
-    tmp_path: Path, pools: Any, name: str, ranks: int, layout: dict[str, int], config: Any
+    tmp_path: Path, pools: Pools, name: str, ranks: int, layout: dict[str, int], config: Any
 ) -> None:
     family, keys = MODELS[name]
     path = write(tmp_path, family, **keys)
-    found = pools(ranks).run(
+    found = pools[ranks].run(
         "experts_ranks:step", path=path, layout=layout, backend="automodel", **config
     )
     if "ep" in layout:
@@ -142,11 +131,11 @@ def test_every_token_and_weight_is_that_of_transformers(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "ranks", "layout", "config"), _runs({4: FOUR}))
 def test_every_token_and_weight_is_that_of_transformers_on_four_ranks(
-    tmp_path: Path, pools: Any, name: str, ranks: int, layout: dict[str, int], config: Any
+    tmp_path: Path, pools: Pools, name: str, ranks: int, layout: dict[str, int], config: Any
 ) -> None:
     family, keys = MODELS[name]
     path = write(tmp_path, family, **keys)
-    found = pools(ranks).run(
+    found = pools[ranks].run(
         "experts_ranks:step", path=path, layout=layout, backend="automodel", **config
     )
     assert_right(found, path)
@@ -156,14 +145,14 @@ def test_every_token_and_weight_is_that_of_transformers_on_four_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2"])
 def test_a_training_goes_on_in_another_layout_and_engine(
-    tmp_path: Path, pools: Any, name: str
+    tmp_path: Path, pools: Pools, name: str
 ) -> None:
     family, keys = MODELS[name]
     path = write(tmp_path / "model", family, **keys)
     stages = [{"ep": 2}, {}, {"ep": 2}]
     given = {"path": path, "stages": stages, "moves": True}
     found = [
-        pools(2).run("experts_ranks:journey", folder=str(tmp_path / first), **given, backends=one)
+        pools[2].run("experts_ranks:journey", folder=str(tmp_path / first), **given, backends=one)
         for first, one in (
             ("reference", ["fsdp2"] * 3),
             ("automodel", ["automodel"] * 3),

@@ -7,15 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tested_ranks import Pools, open_pools
 from tiny_models import tiny_model
-from value_checks import (
-    Pools,
-    check_adapters,
-    check_new_head,
-    compare_values,
-    open_pools,
-    write_value_model,
-)
+from value_checks import check_adapters, check_new_head, compare_values, write_value_model
 
 from engine_api import EngineConfig, EngineRegistry, ModelSource
 from engine_api.errors import ConfigError

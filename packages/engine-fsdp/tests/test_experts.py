@@ -516,7 +516,7 @@ def test_compiled_blocks_compute_the_same(pools: Any, folder: Folder, recompute:
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EXPERTS_TEST_DEVICE", "cuda")
+        patch.setenv("ENGINE_TEST_DEVICE", "cuda")
         with RankPool(2, device="cuda", deadline=280.0) as pool:
             yield pool
 

@@ -1,9 +1,8 @@
-"""CUDA simulated on the CPU for these tests, or with ``MEGATRON_TEST_DEVICE=cuda`` a real one."""
+"""CUDA simulated on the CPU for these tests, or with ``ENGINE_TEST_DEVICE=cuda`` a real one."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,14 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
+from tested_ranks import DEVICE
 
 from engine_conformance.ranks import RankPool
 from engine_conformance.shim import shimmed
 
 # Ranks import their functions from here, and tests their helpers.
 sys.path.append(str(Path(__file__).parent))
-
-DEVICE = os.environ.get("MEGATRON_TEST_DEVICE", "cpu")
 
 
 def with_cuda() -> AbstractContextManager[object]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tested_ranks import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -48,7 +48,7 @@ def create(
     return EngineRegistry.create(
         model_type=model_type,
         backend=backend,
-        device=os.environ.get("MEGATRON_TEST_DEVICE", "cpu"),
+        device=DEVICE,
         config=EngineConfig(
             model=ModelSource(path=path),
             parallelism=Parallelism(**parallelism),

@@ -6,6 +6,7 @@ import gc
 from typing import Any
 
 import torch
+from tested_ranks import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -84,7 +85,7 @@ def create(
         memory=Memory(**{"max_tokens": 16, "logit_chunk": 7} | memory),
         options={"timeout_s": TIMEOUT_S} | (options or {}),
     )
-    engine = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    engine = EngineRegistry.create(backend="torchtitan", device=DEVICE, config=config)
     engine.initialize()
     return engine
 
@@ -141,7 +142,7 @@ def export_in_bfloat16(path: str, sizes: dict[str, int]) -> dict[str, Tensor]:
         optimizer=OptimizerConfig(lr=0.1),
         precision=Precision(master="bfloat16", compute="bfloat16", reduce="bfloat16"),
     )
-    engine: Any = EngineRegistry.create(backend="torchtitan", device="cpu", config=config)
+    engine: Any = EngineRegistry.create(backend="torchtitan", device=DEVICE, config=config)
     engine.initialize()
     rows = [
         row | {"input_ids": [one % engine.vocab_size for one in row["input_ids"]]}

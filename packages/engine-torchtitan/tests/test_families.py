@@ -13,6 +13,7 @@ import torch
 from family_checks import Expected, compare, expected, write
 from folder_checks import create_on, edit_config
 from safetensors.torch import load_file
+from tested_ranks import Pools, open_pools
 from tiny_models import documents, tiny_model
 from transformers import AutoConfig
 
@@ -96,15 +97,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expecte
 
 
 @pytest.fixture(scope="module")
-def one() -> Iterator[RankPool]:
-    with RankPool(1, device="cpu", deadline=280.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, device="cpu", deadline=280.0) as ranks:
-        yield ranks
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 def _compute(
@@ -131,10 +126,10 @@ def _compute(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_family_is_computed_as_in_transformers(
-    written: Callable[[str], Expected], ids: list[list[int]], one: RankPool, name: str
+    written: Callable[[str], Expected], ids: list[list[int]], pools: Pools, name: str
 ) -> None:
     """Log-probs of every token, gradients of every weight, and the export with its biases."""
-    _compute(one, written(name), ids, {}, {}, recompute="full")
+    _compute(pools[1], written(name), ids, {}, {}, recompute="full")
 
 
 @pytest.mark.distributed
@@ -155,12 +150,12 @@ def test_a_family_is_computed_as_in_transformers(
 def test_a_family_is_computed_as_in_transformers_on_two_ranks(
     written: Callable[[str], Expected],
     ids: list[list[int]],
-    pool: RankPool,
+    pools: Pools,
     name: str,
     parallelism: dict[str, int],
     options: dict[str, Any],
 ) -> None:
-    _compute(pool, written(name), ids, parallelism, options)
+    _compute(pools[2], written(name), ids, parallelism, options)
 
 
 @pytest.mark.parametrize("master", ["float32", "bfloat16"])
@@ -191,12 +186,12 @@ def test_the_bias_of_a_router_stays_float32_and_does_not_move(tmp_path: Path, ma
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_every_stage_exports_biases_as_they_are(tmp_path: Path, pool: RankPool) -> None:
+def test_every_stage_exports_biases_as_they_are(tmp_path: Path, pools: Pools) -> None:
     """Masters in bfloat16, and biases in float32 that other stages hold."""
     path = write(tmp_path / "model", "deepseek_v3", GROUPS)
     given = load_file(Path(path, "model.safetensors"))
     biases = [name for name in given if name.endswith("e_score_correction_bias")]
-    for whole in pool.run("pipeline_ranks:export_in_bfloat16", path=path, sizes={"pp": 2}):
+    for whole in pools[2].run("pipeline_ranks:export_in_bfloat16", path=path, sizes={"pp": 2}):
         assert all(torch.equal(whole[name], given[name]) for name in biases)
         assert {one.dtype for name, one in whole.items() if name not in biases} == {torch.bfloat16}
 

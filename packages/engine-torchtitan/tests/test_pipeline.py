@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tested_ranks import DEVICE, NEAR, Pools, open_pools
 
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
@@ -19,7 +20,6 @@ sys.path.append(str(Path(__file__).parent))
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-NEAR = 2e-5
 WIDE: dict[str, Any] = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "num_experts": 8}
 TWO: list[dict[str, Any]] = [
     {"sizes": {"pp": 2}},
@@ -47,16 +47,13 @@ EXPERTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Yield a pool of ranks by number of ranks."""
-    started = {ranks: RankPool(ranks, device="cpu", deadline=280.0) for ranks in (1, 2, 4)}
-    yield started
-    for pool in started.values():
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 def compare(
-    pools: dict[int, RankPool],
+    pools: Pools,
     path: str,
     ranks: int,
     settings: dict[str, Any],
@@ -92,7 +89,7 @@ def compare(
 @pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_stages_compute_what_one_rank_computes(
-    tmp_path: Path, pools: dict[int, RankPool], tied: bool
+    tmp_path: Path, pools: Pools, tied: bool
 ) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=tied, **WIDE)))
     for settings in TWO:
@@ -102,7 +99,7 @@ def test_two_stages_compute_what_one_rank_computes(
 @pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_ranks_compute_what_one_rank_computes(
-    tmp_path: Path, pools: dict[int, RankPool], tied: bool
+    tmp_path: Path, pools: Pools, tied: bool
 ) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=tied, **WIDE)))
     for settings in FOUR:
@@ -110,18 +107,14 @@ def test_four_ranks_compute_what_one_rank_computes(
 
 
 @pytest.mark.turn
-def test_experts_in_stages_compute_what_one_rank_computes(
-    tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
+def test_experts_in_stages_compute_what_one_rank_computes(tmp_path: Path, pools: Pools) -> None:
     model = TinyModel(family="qwen3_moe", **WIDE)
     folder = str(write_checkpoint(tmp_path / "model", model))
     for settings in EXPERTS:
         compare(pools, folder, 4, settings)
 
 
-def test_layers_that_stages_do_not_divide_are_computed(
-    tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
+def test_layers_that_stages_do_not_divide_are_computed(tmp_path: Path, pools: Pools) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, num_layers=3)))
     compare(pools, folder, 2, {"sizes": {"pp": 2}})
 
@@ -137,7 +130,7 @@ def test_layers_that_stages_do_not_divide_are_computed(
     ],
 )
 def test_stages_in_fewer_bits_compute_what_one_rank_computes(
-    tmp_path: Path, pools: dict[int, RankPool], settings: dict[str, Any]
+    tmp_path: Path, pools: Pools, settings: dict[str, Any]
 ) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, num_layers=4)))
     # Outputs are the same. One rank rounds the gradient of each micro-batch, FSDP adds in float32.
@@ -146,14 +139,14 @@ def test_stages_in_fewer_bits_compute_what_one_rank_computes(
 
 @pytest.mark.nightly
 def test_compiled_blocks_in_stages_compute_what_one_rank_computes(
-    tmp_path: Path, pools: dict[int, RankPool]
+    tmp_path: Path, pools: Pools
 ) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
     compare(pools, folder, 2, {"sizes": {"pp": 2}, "compile": True})
 
 
 def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
-    tmp_path: Path, pools: dict[int, RankPool]
+    tmp_path: Path, pools: Pools
 ) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
     ((_, norm),) = pools[1].run("pipeline_ranks:train_after_an_error", path=folder, sizes={})
@@ -166,14 +159,12 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
 def test_a_stage_that_fails_leaves_no_stage_waiting(tmp_path: Path, rank: int) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(**WIDE)))
     # The failure closes connections, which the ranks of other tests need.
-    with RankPool(2, device="cpu", deadline=120.0) as pool:
+    with RankPool(2, device=DEVICE, deadline=120.0) as pool:
         found = pool.run("pipeline_ranks:fail_in_a_block", path=folder, sizes={"pp": 2}, rank=rank)
     assert found == [("MemoryError" if one == rank else "RankFailure") for one in range(2)]
 
 
-def test_more_stages_than_layers_are_refused_on_every_rank(
-    tmp_path: Path, pools: dict[int, RankPool]
-) -> None:
+def test_more_stages_than_layers_are_refused_on_every_rank(tmp_path: Path, pools: Pools) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(num_layers=1)))
     for field, text in pools[2].run("pipeline_ranks:refuse", path=folder, sizes={"pp": 2}):
         assert field == "parallelism.pp"
@@ -181,6 +172,6 @@ def test_more_stages_than_layers_are_refused_on_every_rank(
         assert "set parallelism.pp to at most 1" in text
 
 
-def test_a_closed_stage_keeps_no_tensor(tmp_path: Path, pools: dict[int, RankPool]) -> None:
+def test_a_closed_stage_keeps_no_tensor(tmp_path: Path, pools: Pools) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(tied=True, **WIDE)))
     assert pools[2].run("pipeline_ranks:count_kept", path=folder, sizes={"pp": 2}) == [0, 0]

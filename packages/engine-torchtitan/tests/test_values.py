@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from value_checks import Pools, check_new_head, compare_values, open_pools, write_value_model
+from tested_ranks import Pools, open_pools
+from value_checks import check_new_head, compare_values, write_value_model
 
 from engine_torchtitan.families import FAMILIES
 

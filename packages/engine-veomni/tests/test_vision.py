@@ -12,6 +12,7 @@ import pytest
 import torch
 from balance_reference import read, subtract
 from picture_ranks import RATE, Step, create, draw_documents, read_weights, step
+from tested_ranks import DEVICE
 from tiny_models import tiny_pictured_model
 from torch import Tensor
 
@@ -72,7 +73,7 @@ def compute(folder: Path, after: Path) -> Exact:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, device="cpu", deadline=280.0) as ranks:
+    with RankPool(2, device=DEVICE, deadline=280.0) as ranks:
         yield ranks
 
 
