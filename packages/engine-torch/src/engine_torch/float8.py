@@ -132,8 +132,8 @@ def refuse_without_torchao(
         install: command that installs the tested torchao.
         emulate: True for products that are computed in another dtype (``options.float8_emulate``).
     """
-    problem = find_torchao_problem() if takes_float8(config) else None
-    if problem is None:
+    problem = find_torchao_problem() if takes_float8(config) else ""
+    if not problem:
         return
     why = f"{problem}; torchao {TESTED_TORCHAO} computes its products in FP8"
     remedy = install
