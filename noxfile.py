@@ -58,6 +58,8 @@ API, FSDP, TRAINER, SUITE = (
     "conformance",
 )
 ROLLOUT = "packages/rollout-fp8"
+# That of torch 2.11, with which the tested servers run on CUDA.
+TRITON = "triton==3.6.0"
 # Packages with tests of FP8 in training.
 FLOAT8 = ("engine-torch", "engine-fsdp", "engine-torchtitan", "engine-automodel", "engine-veomni")
 # Folders whose tests take minutes, the longest first.
@@ -275,6 +277,7 @@ def tests(session: nox.Session) -> None:
         session.notify("dist")
         session.notify("site")
         session.notify("examples", ["--tier", "quick"])
+        session.notify("kernels")
         session.notify("vllm", turn_of(commit))
 
 
@@ -588,6 +591,23 @@ def float8(session: nox.Session) -> None:
     tests = [f"packages/{name}/tests/test_float8.py" for name in FLOAT8]
     variables = {"PYTHONPATH": str(library), "OMP_NUM_THREADS": "1"}
     session.run(*PYTEST_RUN, *tests, *session.posargs, env=variables)
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Compile rollout-fp8's kernels for GPUs that are not here, and run some in an interpreter.
+
+    The Triton is the one of the tested servers: later ones assemble what its `ptxas` dies of. It
+    lies in a folder that these tests alone see, because torch would compile for GPUs with it.
+    """
+    install(session, [API, ROLLOUT], *PYTEST)
+    library = Path(session.virtualenv.location, "triton").absolute()
+    session.install("--no-deps", "--target", str(library), TRITON)
+    variables = {"PYTHONPATH": str(library), "OMP_NUM_THREADS": "1"}
+    tests = f"{ROLLOUT}/tests/test_kernels"
+    session.run(*PYTEST_RUN, f"{tests}_compiled.py", *session.posargs, env=variables)
+    interpreted = variables | {"TRITON_INTERPRET": "1"}
+    session.run(*PYTEST_RUN, f"{tests}_interpreted.py", *session.posargs, env=interpreted)
 
 
 @nox.session(venv_backend="none")

@@ -396,6 +396,13 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in DOCUMENTS]
 
 
+def choose_gate(**keys: float) -> dict[str, float]:
+    """Return keys of the gate of gpt-oss, or none where transformers, before 5.19, has none."""
+    from transformers import GptOssConfig
+
+    return {name: value for name, value in keys.items() if hasattr(GptOssConfig(), name)}
+
+
 def oracle(folder: str, dtype: torch.dtype = torch.float64) -> Any:
     """Return the model of a folder in float64, or another dtype, as transformers computes it.
 

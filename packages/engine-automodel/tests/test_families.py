@@ -14,7 +14,7 @@ from balance_reference import DOCUMENTS, expect, read
 from config_changes import YARN, change_keys
 from folder_checks import create_on
 from tested_ranks import NEAR, Pools, open_pools
-from tiny_models import documents, log_probs, oracle, tiny_model
+from tiny_models import choose_gate, documents, log_probs, oracle, tiny_model
 
 from engine_api import Batch
 from engine_api.errors import EngineError
@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": None, "first_k_dense_replace": 0, "n_shared_experts": 2, "v_head_dim": 20},
     ),
     "gpt_oss": ("gpt_oss", {}),
-    "gpt_oss clamped": ("gpt_oss", {"swiglu_limit": 0.3, "rope_parameters": YARN}),
+    "gpt_oss clamped": ("gpt_oss", choose_gate(swiglu_limit=0.3) | {"rope_parameters": YARN}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe_lite": (
         "glm4_moe_lite",
@@ -166,7 +166,8 @@ def test_a_training_goes_on_in_another_layout_and_engine(
         assert after.keys() == weights.keys()
         for key, one in after.items():
             # Adam moves each weight by its rate at most, and an update of a rounded zero is any.
-            assert float((one - weights[key]).norm()) <= 1e-2 * float((one - start[key]).norm())
+            moved = float((one - start[key]).norm())
+            assert float((one - weights[key]).norm()) <= 500 * NEAR * moved
     for folder, (_, after) in zip(("automodel", "mixed"), others, strict=True):
         saved = read(tmp_path / folder / "hf")
         assert saved.keys() == start.keys()

@@ -83,6 +83,17 @@ def test_a_device_without_float8_is_named_before_the_torchao_that_it_lacks(
     assert caught.value.remedy.startswith("use an Ada, Hopper or newer GPU with torchao (pip")
 
 
+@pytest.mark.parametrize(("device", "emulate"), [("cuda", False), ("cpu", True)])
+def test_the_tested_torchao_is_taken(
+    monkeypatch: pytest.MonkeyPatch, device: str, emulate: bool
+) -> None:
+    from engine_api import devices
+
+    monkeypatch.setattr(devices.importlib.metadata, "version", lambda _: versions.TESTED_TORCHAO)
+    assert versions.has_torchao()
+    demand_torchao("float8", device, emulate=emulate)
+
+
 def demand_torchao(compute: str, device: str, *, emulate: bool) -> None:
     asked = ask(compute=compute)
     float8.refuse_without_torchao(asked, device, "an engine", "pip install it", emulate=emulate)

@@ -14,7 +14,7 @@ from family_checks import Expected, compare, expected, write
 from folder_checks import create_on, edit_config
 from safetensors.torch import load_file
 from tested_ranks import Pools, open_pools
-from tiny_models import documents, tiny_model
+from tiny_models import choose_gate, documents, tiny_model
 from transformers import AutoConfig
 
 from engine_api import (
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"first_k_dense_replace": 4, "rope_interleave": False, "tie_word_embeddings": True},
     ),
     # The gate is clamped, and windows of 12 tokens are shorter than all documents.
-    "gpt_oss": ("gpt_oss", {"swiglu_limit": 0.5, "swiglu_alpha": 1.4}),
+    "gpt_oss": ("gpt_oss", choose_gate(swiglu_limit=0.5, swiglu_alpha=1.4)),
     "gpt_oss without biases": (
         "gpt_oss",
         {"attention_bias": False, "rope_parameters": YARN}

@@ -202,7 +202,7 @@ def test_the_saved_model_is_read_by_transformers(folders: dict[str, Path], tmp_p
         engine.initialize()
         engine.train_batch(picture_batch(draw_documents(), "cpu"), sft_loss)
         engine.save_hf(tmp_path / family)
-        got = engine.infer_batch(picture_batch(draw_documents(), "cpu")).log_probs
+        got = engine.infer_batch(picture_batch(draw_documents(), "cpu")).log_probs.cpu()
         engine.close()
         want = torch.cat(compute(tmp_path / family, tmp_path / f"{family}-after").log_probs)
         torch.testing.assert_close(got.double(), want, atol=NEAR, rtol=0)
