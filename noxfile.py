@@ -278,6 +278,7 @@ def tests(session: nox.Session) -> None:
         session.notify("site")
         session.notify("examples", ["--tier", "quick"])
         session.notify("kernels")
+        session.notify("float8", turn_of(commit))
         session.notify("vllm", turn_of(commit))
 
 

@@ -14,6 +14,7 @@ import torch
 from compiling import ignore_reads_of_compile
 from float8_peers import make_batch
 from torch import Tensor, nn
+from torchao_marks import needs_torchao
 
 import engine_torch.float8
 from engine_api import (
@@ -30,7 +31,6 @@ from engine_api import (
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_automodel.plugin import PLUGIN
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_torch.versions import has_torchao
 
 RECIPES = ("rowwise", "tensorwise")
 # The bounds of engine-fsdp's tests, which say where they come from.
@@ -40,8 +40,6 @@ FAR_FROM_BFLOAT16 = 3.0
 # A compiled block rounds to bfloat16 elsewhere, and a number near the middle of two in FP8 then
 # becomes the other one.
 NEAR_COMPILED = 0.1
-
-needs_torchao = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from compiling import ignore_reads_of_compile
 from float8_peers import make_batch, run
 from tiny_models import tiny_model
 from torch import Tensor, nn
+from torchao_marks import needs_torchao
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import engine_torch.float8
@@ -38,7 +39,6 @@ from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_fsdp.plugin import PLUGIN
 from engine_torch import float8_layers as float8
 from engine_torch.model import blocks_of
-from engine_torch.versions import has_torchao
 
 RECIPES = ("rowwise", "tensorwise")
 PEERS = Path(float8_peers.__file__)
@@ -51,8 +51,6 @@ RANKS = 2
 NEAR = 0.25
 NEAR_GRADIENT = 0.5
 FAR_FROM_BFLOAT16 = 3.0
-
-needs_torchao = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
 
 
 @pytest.fixture(scope="module")

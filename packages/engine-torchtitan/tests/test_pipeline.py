@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from tested_ranks import DEVICE, NEAR, Pools, open_pools
+from torchao_marks import NEEDS_TORCHAO
 
 from engine_conformance.fixtures import TinyModel, write_checkpoint
 from engine_conformance.ranks import RankPool
-from engine_torch.versions import has_torchao
 
 # Ranks import their functions from here.
 sys.path.append(str(Path(__file__).parent))
@@ -125,7 +125,7 @@ def test_layers_that_stages_do_not_divide_are_computed(tmp_path: Path, pools: Po
         {"compute": "bfloat16"},
         pytest.param(
             {"compute": "float8", "options": {"float8_emulate": True}},
-            marks=pytest.mark.skipif(not has_torchao(), reason="needs torchao 0.17.0"),
+            marks=NEEDS_TORCHAO,
         ),
     ],
 )

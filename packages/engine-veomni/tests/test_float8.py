@@ -13,6 +13,7 @@ import torch
 from compiling import ignore_reads_of_compile
 from float8_peers import make_batch
 from torch import Tensor
+from torchao_marks import needs_torchao
 
 import engine_torch.float8
 from engine_api import (
@@ -26,10 +27,7 @@ from engine_api import (
 )
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_torch.versions import has_torchao
 from engine_veomni.plugin import NPU, PLUGIN
-
-needs_torchao = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
 
 
 def create(
