@@ -160,6 +160,8 @@ SERVED_ON_GPU_SIZES: dict[str, Any] = {
     **SERVED_SIZES,
     **dict.fromkeys(_WIDE_ON_GPU.split(), 128),
     **dict.fromkeys(_NARROW_ON_GPU.split(), 64),
+    # Families without a width of heads divide this one by their number, which is 4.
+    "hidden_size": 256,
     "qk_head_dim": 192,
 }
 

@@ -945,7 +945,9 @@ def _seen(row: dict[str, Any]) -> str:
 def _why_not_served(row: dict[str, Any]) -> str:
     if row["status"] == "wrong":
         return f"log-probs are off by {row['log_probs']:.0e}, served as `{row['served_as']}`"
-    return str(row["why"]).replace("|", "/")
+    # The other half names the families that are known, which is the same for all.
+    unknown, _, _ = str(row["why"]).partition(": the quantized layers are known for ")
+    return unknown.replace("|", "/")
 
 
 def _mechanisms(record: dict[str, Any]) -> str:
