@@ -132,7 +132,9 @@ class TorchTitanEngine(DecoderEngine):
             entry for entry in self.table if entry.name not in held and entry is not self._tied
         ]
         dtype = DTYPES[self.config.precision.compute]
-        return Pipeline(self.module, self.layout, self.device, dtype)
+        pipeline = Pipeline(self.module, self.layout, self.device, dtype)
+        pipeline.connect()
+        return pipeline
 
     def _quantize(self, tree: Any) -> None:
         options = self.options
