@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 # The tools are scripts, not a package: they are imported from their folder.
@@ -27,6 +28,7 @@ from environments import (  # noqa: E402 - found through the line above
     engine_environment,
     engine_folders,
     environment,
+    load_behind,
     packages,
     project,
     rollout_environment,
@@ -43,6 +45,7 @@ from matrix import (  # noqa: E402 - the same
 
 PYTHONS = ((3, 11), (3, 12))
 CONSTRAINTS = "constraints/cpu.txt"
+NEWEST = "constraints/newest.txt"
 # The version whose steps docs/peers.md compares with those of this trainer.
 TRL = "1.16.0"
 PYTEST = ("hypothesis", "pytest", "pytest-benchmark", "pytest-timeout")
@@ -769,9 +772,57 @@ def distillation(session: nox.Session) -> None:
 def newest(session: nox.Session) -> None:
     """Run the tests with the newest version of every dependency; after `--`: pytest arguments.
 
-    The packages' upper bounds follow from constraints/newest.txt, which this session installs.
+    The packages' upper bounds follow from constraints/newest.txt, which this session installs. The
+    packages in constraints/behind.toml come afterwards, each with its own newest versions.
     """
-    editable = [part for folder in packages() for part in ("-e", CPU.with_extras(folder))]
-    versions = replace(CPU, constraints="constraints/newest.txt").arguments()
-    session.install(*versions, *editable, *PYTEST)
-    side_by_side(session, unit_commands(*session.posargs))
+    behind = {
+        folder: load_behind()[project(folder)["name"]]
+        for folder in packages()
+        if project(folder)["name"] in load_behind()
+    }
+    together = [folder for folder in packages() if folder not in behind]
+    chosen = with_versions(session, "newest", {})
+    editable = [part for folder in together for part in ("-e", chosen.with_extras(folder))]
+    session.install(*chosen.arguments(), *editable, *PYTEST)
+    commands = unit_commands(*session.posargs)
+    side_by_side(session, [one for one in commands if not is_of(one, behind)])
+    for folder, versions in behind.items():
+        chosen = with_versions(session, Path(folder).name, versions)
+        session.install(*chosen.arguments(), *chosen.editable([folder]), *PYTEST)
+        side_by_side(session, [one for one in commands if is_of(one, [folder])])
+
+
+def is_of(command: tuple[str, ...], folders: Iterable[str]) -> bool:
+    """Return whether a command runs the tests of one of these folders."""
+    return any(f"{folder}/tests" in command for folder in folders)
+
+
+def with_versions(session: nox.Session, name: str, versions: Mapping[str, str]) -> Environment:
+    """Return CI's environment with the newest versions, and ``versions`` in their places.
+
+    ``name`` is that of its files. An override with a range of versions gets the one version too,
+    because uv heeds it alone.
+    """
+    assert CPU.overrides is not None, "matrix.toml names a file of overrides for CI"
+    pins = read_pins(NEWEST) | dict(versions)
+    files: list[str] = []
+    for file in (NEWEST, CPU.overrides):
+        lines = [
+            line if needed.marker else f"{needed.name}=={pins[needed.name]}"
+            for line, needed in read_requirements(file)
+        ]
+        path = Path(session.create_tmp(), f"{name}-{Path(file).name}").absolute()
+        path.write_text("\n".join(lines) + "\n")
+        files.append(str(path))
+    return replace(CPU, constraints=files[0], overrides=files[1])
+
+
+def read_pins(file: str) -> dict[str, str]:
+    """Return the versions in a file of constraints, by name."""
+    return {needed.name: str(needed.specifier)[2:] for _, needed in read_requirements(file)}
+
+
+def read_requirements(file: str) -> list[tuple[str, Requirement]]:
+    """Return the lines of a file that are no comments, each with its requirement."""
+    lines = (ROOT / file).read_text().splitlines()
+    return [(line, Requirement(line)) for line in lines if not line.startswith("#")]

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -204,6 +205,25 @@ def test_a_session_gets_the_versions_of_its_environment(
         versions = versions_of(answer)
         for name, version in ENVIRONMENTS[environment]["versions"].items():
             assert public(versions[name.replace("_", "-")]) == public(version), name
+
+
+def test_the_newest_versions_are_those_of_a_package_that_is_behind_in_an_install_of_its_own(
+    tmp_path: Path, answers: dict[str, Any]
+) -> None:
+    behind = tomllib.loads((ROOT / "constraints/behind.toml").read_text())
+    together, *alone = record("newest", tmp_path).installs
+    newest, *own = answers["newest"]
+    pinned = pins_of("constraints/newest.txt")
+    for name in behind:
+        assert not any(f"/{name}" in word for word in together)
+    for name, version in versions_of(newest).items():
+        assert public(version) == pinned.get(name, public(version)), name
+    for (name, parts), install, answer in zip(behind.items(), alone, own, strict=True):
+        assert any(word.startswith(f"./packages/{name}[") for word in install)
+        versions = versions_of(answer)
+        assert {part: versions[part] for part in parts} == {
+            part: entry["newest"] for part, entry in parts.items()
+        }
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,18 @@ def versions_in(name: str) -> dict[str, Version]:
 
 
 NEWEST, CPU = versions_in("newest.txt"), versions_in("cpu.txt")
+BEHIND = tomllib.loads((ROOT / "constraints/behind.toml").read_text())
+
+
+def newest_for(package: Path) -> dict[str, Version]:
+    """Return the newest versions that `nox -s newest` tests a package with."""
+    own = BEHIND.get(project(package)["name"], {})
+    return NEWEST | {name: Version(entry["newest"]) for name, entry in own.items()}
+
+
+def bounds_of(needed: Requirement) -> list[str]:
+    """Return the versions where a requirement ends."""
+    return [part.version for part in needed.specifier if part.operator in ("<", "==")]
 
 
 def test_every_package_is_published_with_the_others() -> None:
@@ -77,11 +90,11 @@ def test_a_dependency_is_bounded_by_the_newest_version_that_was_tested(package: 
     for needed in external(package):
         if needed.name in UNBOUND:
             continue
-        above = [part.version for part in needed.specifier if part.operator in ("<", "==")]
+        above = bounds_of(needed)
         assert len(above) == 1, f"{needed} has no upper bound"
         if needed.name in DEVICES:
             continue
-        newest = NEWEST[needed.name]
+        newest = newest_for(package)[needed.name]
         after = {f"{newest.major + 1}", f"{newest.major}.{newest.minor + 1}", str(newest)}
         assert above[0] in after, f"{needed}: tested is {newest}"
 
@@ -89,9 +102,35 @@ def test_a_dependency_is_bounded_by_the_newest_version_that_was_tested(package: 
 @EVERY
 def test_the_tested_versions_are_accepted(package: Path) -> None:
     for needed in external(package):
-        for versions in (NEWEST, CPU):
+        for versions in (newest_for(package), CPU):
             if needed.name in versions:
                 assert versions[needed.name] in needed.specifier, needed
+
+
+@pytest.mark.parametrize(
+    ("name", "dependency"), [(name, part) for name, parts in BEHIND.items() for part in parts]
+)
+def test_a_package_with_a_bound_of_its_own_cannot_follow(name: str, dependency: str) -> None:
+    """An entry of constraints/behind.toml that has caught up, or has no reason, is left over."""
+    needed = {one.name: one for one in external(NAMES[name])}[dependency]
+    entry = BEHIND[name][dependency]
+    assert Version(entry["newest"]) < NEWEST[dependency]
+    assert NEWEST[dependency] not in needed.specifier
+    assert entry["why"]
+
+
+def test_the_override_of_transformers_ends_with_the_first_bound_of_the_packages() -> None:
+    """uv puts an override in the place of what every package asks for."""
+    lines = (ROOT / "constraints/veomni-overrides.txt").read_text().splitlines()
+    (override,) = [Requirement(line) for line in lines if line.startswith("transformers")]
+    ends = [
+        Version(bound)
+        for package in PUBLISHED
+        for needed in external(package)
+        if needed.name == override.name
+        for bound in bounds_of(needed)
+    ]
+    assert [Version(bound) for bound in bounds_of(override)] == [min(ends)]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,13 @@ SERVED_ON_GPU_SIZES: dict[str, Any] = {
 # Families leave these sizes open, and derive them from other sizes or not at all.
 _ALSO_OPEN = ("head_dim", "num_experts_per_tok", "num_key_value_heads")
 
+_INKLING2 = {
+    "unpadded_vocab_size": VOCABULARY,
+    "sliding_window_size": WINDOW,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+}
 # The sizes of these families depend on each other.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": {
@@ -178,16 +185,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
     },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16},
+    "inkling2_loop_text": _INKLING2,
+    "inkling2_text": _INKLING2,
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
 
-# These families have tiny models and compute in float64.
+# These families have tiny models and compute in float64. fuyu is left out: it has a vision tower,
+# its language model is persimmon, and since transformers 5.24 its sizes are those of two nested
+# configurations, whose defaults make 9 billion parameters.
 _MODEL_TYPES = """
 afmoe apertus arcee aria_text axk1 axk2 bamba bert bert-generation big_bird biogpt bitnet
 blenderbot-small bloom camembert codegen cohere cohere2 cohere2_moe cwm data2vec-text deepseek_v2
 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots1 electra ernie ernie4_5 ernie4_5_moe
-exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo fuyu gemma gemma2 gemma3_text
+exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3_text
 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt-sw3 gpt2
 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
 granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4

@@ -165,6 +165,16 @@ def project(folder: str) -> dict[str, Any]:
     return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
 
 
+@cache
+def load_behind() -> dict[str, dict[str, str]]:
+    """Return the newest versions that constraints/behind.toml names, by package and dependency."""
+    table = tomllib.loads((ROOT / "constraints/behind.toml").read_text())
+    return {
+        package: {dependency: entry["newest"] for dependency, entry in dependencies.items()}
+        for package, dependencies in table.items()
+    }
+
+
 def requirements(folder: str, extras: Iterable[str]) -> list[str]:
     """Return the dependencies of a folder with some of its extras."""
     own = project(folder)

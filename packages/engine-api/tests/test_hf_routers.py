@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
-    JambaConfig,
     MiniMaxM2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -162,17 +161,26 @@ def test_a_document_whose_experts_serve_equally_many_tokens_has_the_loss_1():
     assert float(balance.sum_losses()) == pytest.approx((4 * 1 + alone) / 5)
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        (Qwen3Config(**{k: v for k, v in SIZES.items() if "experts" not in k}), "no router"),
-        (JambaConfig(**SIZES, num_experts=4, use_mamba_kernels=False), "no router"),
-    ],
-)
-def test_a_model_whose_selection_is_not_known_is_refused(config, why):
+def build_dense():
+    return AutoModelForCausalLM.from_config(
+        Qwen3Config(**{key: size for key, size in SIZES.items() if "experts" not in key})
+    )
+
+
+def build_with_selectors():
+    """Return a model of experts whose routers have a name that transformers gives to no router."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
+    for layer in ROUTED["qwen3_moe"]:
+        gate = model.model.layers[layer].mlp.gate
+        gate.__class__ = type("Selector", (type(gate),), {})
+    return model
+
+
+@pytest.mark.parametrize("make", [build_dense, build_with_selectors])
+def test_a_model_whose_selection_is_not_known_is_refused(make):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UnsupportedCapability, match=why) as caught:
+        model = make()
+    with pytest.raises(UnsupportedCapability, match="no router") as caught:
         Routers(model, where="an engine")
     assert caught.value.capability == "router_replay"
 

@@ -32,7 +32,7 @@ def state_version(monkeypatch: pytest.MonkeyPatch, distribution: str, version: s
     ("distribution", "remedy"),
     [
         ("nemo-automodel", "pip install 'engine-automodel[core]'"),
-        ("transformers", "pip install 'transformers>=5.18,<5.20'"),
+        ("transformers", "pip install 'transformers>=5.18,<5.24'"),
     ],
 )
 def test_without_a_package_the_probe_says_how_to_install_it(
@@ -62,7 +62,7 @@ def test_an_older_transformers_is_refused_with_the_least_one(
     state_version(monkeypatch, "transformers", version)
     answer = plugin.probe("cpu")
     assert answer.reason == f"nemo-automodel 0.7.0 needs transformers 5.18 or later, got {version}"
-    assert answer.remedy == "pip install 'transformers>=5.18,<5.20'"
+    assert answer.remedy == "pip install 'transformers>=5.18,<5.24'"
 
 
 def test_the_tested_version_runs_on_a_cpu_and_on_no_unknown_device() -> None:

@@ -12,7 +12,7 @@ from engine_torch.versions import has_torchao
 # Automodel replaces model classes and moves modules from release to release, so each needs a run of
 # the conformance suite.
 TESTED_VERSION = "0.7.0"
-# Automodel 0.7.0 asks for 5.18.0. Its models import the same names from 5.19.
+# Automodel 0.7.0 asks for 5.18.0. Its models import the same names from later ones.
 LEAST_TRANSFORMERS = (5, 18)
 
 _INSTALL = "pip install 'engine-automodel[core]'"
@@ -31,7 +31,7 @@ def find_problem() -> ProbeResult | None:
     if problem := find_version_problem("nemo-automodel", TESTED_VERSION, _INSTALL):
         return problem
     least = ".".join(map(str, LEAST_TRANSFORMERS))
-    remedy = f"pip install 'transformers>={least},<5.20'"
+    remedy = f"pip install 'transformers>={least},<5.24'"
     try:
         found = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

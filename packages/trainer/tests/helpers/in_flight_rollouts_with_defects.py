@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from engine_api.errors import RankFailure, RolloutError, UnsupportedCapability
 from engine_api.rollout import Completion, FinishReason, SamplingParams, SyncResult
 from engine_api.weights import WeightExport
+from engine_trainer.rollouts.decode import name_cache
 from engine_trainer.rollouts.local import LocalRollout
 from engine_trainer.rollouts.sampling import draw, uniforms
 
@@ -198,6 +199,10 @@ class InFlight(LocalRollout):
                 self.running.remove(job)
                 job.end()
 
+    def _feed(self, ids: torch.Tensor, cache: Any) -> Any:
+        """Return the model's output, which leaves the keys and values of ``ids`` in the cache."""
+        return self._model(input_ids=ids, use_cache=True, **{name_cache(self._model): cache})
+
     @torch.inference_mode()
     def step(self, one: Made) -> None:
         """Generate one token."""
@@ -205,7 +210,7 @@ class InFlight(LocalRollout):
             one.cache = self.begin_cache(one)
         text = [*one.prompt, *one.tokens]
         ids = torch.tensor([text[one.cache.get_seq_length() :]])
-        logits = self._model(input_ids=ids, past_key_values=one.cache, use_cache=True).logits
+        logits = self._feed(ids, one.cache).logits
         token, log_prob = draw(logits[:, -1], one.numbers[len(one.tokens)][None], one.sampling)
         one.tokens.append(int(token))
         self.tokens_generated += 1
@@ -347,7 +352,7 @@ class _SharesPrefixes(InFlight):
             self.prefixes[key] = super().begin_cache(one)
             ids = torch.tensor([one.prompt[:-1] or one.prompt])
             if len(one.prompt) > 1:
-                self._model(input_ids=ids, past_key_values=self.prefixes[key], use_cache=True)
+                self._feed(ids, self.prefixes[key])
         return copy.deepcopy(self.prefixes[key])
 
 
@@ -389,7 +394,7 @@ class KeepsBegunPrompts(InFlight):
                 if not one.tokens and len(prompt) > 1:
                     one.cache = self.begin_cache(one)
                     ids = torch.tensor([one.prompt[:-1]])
-                    self._model(input_ids=ids, past_key_values=one.cache, use_cache=True)
+                    self._feed(ids, one.cache)
         return job
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_api.hf_names import pieces_of, saved_buffers
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import Rollout, SamplingParams
+from engine_trainer.rollouts.decode import name_cache
 from engine_trainer.rollouts.sampling import draw, truncate, uniforms
 
 SIZES = {
@@ -484,3 +485,20 @@ def test_a_model_without_experts_is_refused(tmp_path):
         serve("qwen3", tmp_path, routed_experts=True)
     assert caught.value.capability == "router_replay"
     assert "routed_experts: off" in caught.value.remedy
+
+
+class BeforeRenaming:
+    def forward(self, input_ids, past_key_values=None, **options):
+        """Take the cache as transformers before 5.24 does."""
+
+
+class SinceRenaming:
+    def forward(self, input_ids, cache=None, **options):
+        """Take the cache as transformers does since."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(BeforeRenaming, "past_key_values"), (SinceRenaming, "cache")]
+)
+def test_a_cache_has_the_name_that_the_forward_pass_has_for_it(kind, name):
+    assert name_cache(kind()) == name

@@ -58,6 +58,8 @@ def test_an_earlier_checkpoint_is_an_earlier_model_in_another_dtype(trained, tmp
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+# peft 0.21 asks a model by a name that transformers 5.23 replaced.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_on_its_base_gives_the_logits_of_the_merged_model(trained, tmp_path, sums_model):
     peft = pytest.importorskip("peft", reason="the extra lora")
     from transformers import AutoModelForCausalLM

@@ -617,9 +617,14 @@ def _load_processor(
 
 
 def _fixed_settings(processor: Any) -> dict[str, Any]:
-    """Return the settings that a processor gives its image processor in each call."""
+    """Return the settings that a processor gives its image processor in each call.
+
+    They are the processor's own since transformers 5.24, and before that those of its arguments'
+    class, which a processor of other code may still have.
+    """
     defaults = processor.valid_processor_kwargs._defaults  # noqa: SLF001 - it has no public name
-    return dict(defaults.get("images_kwargs", {}))
+    own: Mapping[str, Any] = getattr(processor, "images_kwargs", None) or {}
+    return {**own, **defaults.get("images_kwargs", {})}
 
 
 def _load_video_processor(settings: VideoSettings) -> Any:

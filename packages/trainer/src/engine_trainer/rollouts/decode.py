@@ -9,6 +9,7 @@ requested.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ def decode(
     ids, mask = _left_pad(prompts, pad, sampling.max_new_tokens, device)
     width = ids.shape[1]
     cache = make_cache(model.config, width + sampling.max_new_tokens)
+    cached = {name_cache(model): cache}
     padded = not bool(mask.all())
     lengths = mask[:, :width].sum(-1)
     positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
@@ -96,7 +98,7 @@ def decode(
     log = _ExpertLog(routers, len(prompts) * sampling.n, sampling.max_new_tokens)
     with log.prefill(ids, sampling.n):
         seen = mask[:, :width] if padded else None
-        logits = _forward(model, ids, seen, positions, cache, extra)
+        logits = _forward(model, ids, seen, positions, cached, extra)
     if sampling.n > 1:
         cache.batch_repeat_interleave(sampling.n)
     logits, mask, follow = (t.repeat_interleave(sampling.n, 0) for t in (logits, mask, follow))
@@ -117,7 +119,7 @@ def decode(
             follow = follow[keep]
         seen = mask[:, : width + step + 1] if padded else None
         with log.step(step, rows.kept):
-            logits = _forward(model, tokens[:, None], seen, (follow + step)[:, None], cache, {})
+            logits = _forward(model, tokens[:, None], seen, (follow + step)[:, None], cached, {})
     decoded = rows.result()
     sizes = [len(prompt) for prompt in prompts for _ in range(sampling.n)]
     return replace(decoded, experts=log.result(sizes, decoded.lengths.tolist()))
@@ -234,7 +236,7 @@ def _forward(
     ids: torch.Tensor,
     mask: torch.Tensor | None,
     positions: torch.Tensor,
-    cache: Any,
+    cached: Mapping[str, Any],
     extra: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the logits ``[R, V]`` of the last position."""
@@ -242,9 +244,18 @@ def _forward(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **cached,
         **extra,
     )
     return output.logits[:, -1]
+
+
+def name_cache(model: Any) -> str:
+    """Return the argument with which a model's forward pass is given a key-value cache.
+
+    transformers 5.24 renamed it, and warns of the earlier name.
+    """
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
