@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 import torch
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 
 from engine_api import (
@@ -170,7 +170,7 @@ def train_after_an_error(path: str, sizes: dict[str, int]) -> tuple[str, float]:
     return raised, norm
 
 
-def fail_in_a_block(path: str, sizes: dict[str, int], rank: int) -> str:
+def fail_in_a_block(path: str, sizes: dict[str, int], rank: int, call: str) -> str:
     """Return the error of each rank, where one rank's block fails in the second micro-batch."""
     engine = create(path, sizes)
     calls = 0
@@ -183,8 +183,12 @@ def fail_in_a_block(path: str, sizes: dict[str, int], rank: int) -> str:
 
     if engine.topology.rank == rank:
         next(iter(engine.module.lm.layers.values())).register_forward_pre_hook(fail)
+    batch = Batch.pack(make_documents())
     try:
-        engine.train_batch(Batch.pack(make_documents()), sft_loss)
+        if call == "train_batch":
+            engine.train_batch(batch, sft_loss)
+        else:
+            engine.infer_batch(batch)
     except (MemoryError, EngineError) as error:
         return type(error).__name__
     return ""

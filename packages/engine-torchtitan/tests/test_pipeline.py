@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tested_ranks import DEVICE, NEAR, Pools, open_pools
+from tested_ranks import NEAR, Pools, open_pools
 from torchao_marks import NEEDS_TORCHAO
 
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_conformance.ranks import RankPool
 
 # Ranks import their functions from here.
 sys.path.append(str(Path(__file__).parent))
@@ -155,12 +154,15 @@ def test_a_loss_that_raises_on_the_last_stage_leaves_no_stage_waiting(
     assert all(got == pytest.approx(norm, rel=NEAR) for _, got in found)
 
 
+@pytest.mark.parametrize("call", ["train_batch", "infer_batch"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_that_fails_leaves_no_stage_waiting(tmp_path: Path, rank: int) -> None:
+def test_a_stage_that_fails_leaves_no_stage_waiting(tmp_path: Path, rank: int, call: str) -> None:
     folder = str(write_checkpoint(tmp_path / "model", TinyModel(**WIDE)))
     # The failure closes connections, which the ranks of other tests need.
-    with RankPool(2, device=DEVICE, deadline=120.0) as pool:
-        found = pool.run("pipeline_ranks:fail_in_a_block", path=folder, sizes={"pp": 2}, rank=rank)
+    with open_pools() as own:
+        found = own[2].run(
+            "pipeline_ranks:fail_in_a_block", path=folder, sizes={"pp": 2}, rank=rank, call=call
+        )
     assert found == [("MemoryError" if one == rank else "RankFailure") for one in range(2)]
 
 

@@ -38,7 +38,7 @@ from engine_torchtitan.model import (
     tie,
 )
 from engine_torchtitan.options import TorchTitanOptions
-from engine_torchtitan.parallel import Layout, build_layout, limit_groups
+from engine_torchtitan.parallel import Layout, build_layout, connect_stages, limit_groups
 from engine_torchtitan.pipeline import (
     PackedStage,
     Pipeline,
@@ -94,6 +94,7 @@ class TorchTitanEngine(DecoderEngine):
     def _build_layout(self) -> None:
         self.layout = build_layout(self.config.parallelism, self.device_type)
         limit_groups(self.layout, self.device_type, self.options.timeout_s)
+        connect_stages(self.layout, self.device)
         self.topology = self.layout.topology
 
     def _build_model(self) -> None:
@@ -132,9 +133,7 @@ class TorchTitanEngine(DecoderEngine):
             entry for entry in self.table if entry.name not in held and entry is not self._tied
         ]
         dtype = DTYPES[self.config.precision.compute]
-        pipeline = Pipeline(self.module, self.layout, self.device, dtype)
-        pipeline.connect()
-        return pipeline
+        return Pipeline(self.module, self.layout, self.device, dtype)
 
     def _quantize(self, tree: Any) -> None:
         options = self.options

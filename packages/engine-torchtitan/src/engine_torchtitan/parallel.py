@@ -15,7 +15,7 @@ from engine_api.results import Topology
 from engine_torch.parallel import find_shard_size, set_timeouts
 from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
 
-__all__ = ["Layout", "build_layout", "limit_groups"]
+__all__ = ["Layout", "build_layout", "connect_stages", "limit_groups"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +191,32 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     set_timeouts([*groups, layout.gradient_group], device_type, timeout_s)
+
+
+def connect_stages(layout: Layout, device: torch.device) -> None:
+    """Send a first message along each way that a pipeline's messages take. All ranks call it.
+
+    On a GPU ranks wait for each other at their first message, and nothing can abort that. In a step
+    a stage would wait in vain there for one that has failed.
+    """
+    if layout.pp == 1:
+        return
+    last = layout.pp - 1
+    # Both ends may hold one weight, whose gradients they add.
+    pairs = [*((stage, stage + 1) for stage in range(last)), *([(0, last)] if last > 1 else [])]
+    for pair in pairs:
+        # Hidden states go to the next stage, and gradients to the one before.
+        for group, (sender, receiver) in (
+            (layout.pp_group, pair),
+            (layout.gradient_group, pair[::-1]),
+        ):
+            message = torch.zeros(1, device=device)
+            if layout.stage == sender:
+                dist.send(message, layout.rank_of(receiver), group)
+            elif layout.stage == receiver:
+                dist.recv(message, layout.rank_of(sender), group)
+    # Outputs and exported weights are broadcast.
+    dist.broadcast(torch.zeros(1, device=device), layout.rank_of(last), layout.pp_group)
 
 
 def _refuse_experts(ep: int, ranks: int) -> None:

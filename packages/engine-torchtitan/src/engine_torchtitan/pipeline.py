@@ -227,9 +227,9 @@ class PackedStage(PackedTorchTitan):
 class Pipeline:
     """This rank's stage, with its messages to and from other stages.
 
-    Messages do not wait for the rank that takes them, once ``connect`` has been called. Hidden
-    states travel in one group and gradients in another, because messages of both directions in one
-    group would wait for each other on a GPU.
+    Messages do not wait for the rank that takes them, once ``parallel.connect_stages`` has been
+    called. Hidden states travel in one group and gradients in another, because messages of both
+    directions in one group would wait for each other on a GPU.
 
     Args:
         module: the stage, wrapped by ``fully_shard``.
@@ -245,26 +245,6 @@ class Pipeline:
         self.layout = layout
         self.device = device
         self.dtype = dtype
-
-    def connect(self) -> None:
-        """Send a first message from or to each stage that this one has messages for. All call it.
-
-        On a GPU two ranks wait for each other at their first message in a group, and nothing can
-        abort that. In a step a rank would wait in vain there for a stage that has failed.
-        """
-        last = self.layout.pp - 1
-        ends = [(0, last)] if last > 1 else []
-        for pair in [*((one, one + 1) for one in range(last)), *ends]:
-            if self.layout.stage not in pair:
-                continue
-            is_sender = self.layout.stage == pair[0]
-            other = self.layout.rank_of(pair[1] if is_sender else pair[0])
-            for group in (self.layout.pp_group, self.layout.gradient_group):
-                message = torch.zeros(1, device=self.device)
-                if is_sender:
-                    dist.send(message, other, group)
-                else:
-                    dist.recv(message, other, group)
 
     def run(
         self, inputs: PackedInputs, needs: Sequence[str], temperature: float
@@ -371,11 +351,13 @@ class Pipeline:
         own = gradient.to(self.device).contiguous()
         other = torch.empty_like(own)
         there, here = layout.pp_group, layout.gradient_group
-        if not layout.is_first:
-            there, here = here, there
-        peer = layout.rank_of(layout.pp - 1 if layout.is_first else 0)
-        work = dist.isend(own, peer, there)
-        dist.recv(other, peer, here)
+        # Both ranks come to the two messages in one order, as NCCL wants it.
+        if layout.is_first:
+            work = dist.isend(own, layout.rank_of(layout.pp - 1), there)
+            dist.recv(other, layout.rank_of(layout.pp - 1), here)
+        else:
+            dist.recv(other, layout.rank_of(0), there)
+            work = dist.isend(own, layout.rank_of(0), here)
         _wait([(work, own)])
         gradient.copy_(own + other)
 
