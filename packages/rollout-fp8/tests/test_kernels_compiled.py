@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from rollout_fp8.kernels import checksum, copy, quantize  # noqa: E402
-from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS  # noqa: E402
+from rollout_fp8.kernels import checksum, copy, quantize
+from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR
 
-BOTH = list(itertools.product((True, False), repeat=2))
+BOTH = (True, False)
 # Hopper and Blackwell.
 CAPABILITIES = (90, 100)
-WIDTHS = {tl.float32: 4, tl.bfloat16: 2, tl.float16: 2, tl.uint8: 1, tl.uint16: 2, tl.uint32: 4}
 
 
 def compile_kernel(
@@ -38,77 +40,97 @@ def compile_kernel(
         {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": 8} | options)
+    compiled = triton.compile(source, target=target, options=options)
     assert compiled.asm["cubin"]
     return compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("is_watched", "is_counted"), BOTH)
-@pytest.mark.parametrize("is_aligned", [True, False])
-@pytest.mark.parametrize("dtype", [tl.float32, tl.bfloat16, tl.float16], ids=str)
+@pytest.mark.parametrize(("is_watched", "is_counted"), [*itertools.product(BOTH, repeat=2)])
+@pytest.mark.parametrize("is_aligned", BOTH)
+@pytest.mark.parametrize("source", quantize.SOURCES, ids=str)
 def test_quantization_compiles(
-    dtype: Any, is_aligned: bool, is_watched: bool, is_counted: bool, capability: int
+    source: torch.dtype, is_aligned: bool, is_watched: bool, is_counted: bool, capability: int
 ) -> None:
-    size = WIDTHS[dtype]
+    size = source.itemsize
     pointers = dict.fromkeys(("addresses", "sizes", "blocks", "sums"), "*i64")
     pointers["broken"] = "*i32" if is_watched else "*i64"
     options = {"maxnreg": quantize.REGISTERS[size]} if is_aligned else {}
-    for pow2 in (True, False):
+    for pow2 in BOTH:
         text = compile_kernel(
             quantize._quantize,
             pointers,
             {
-                "dtype": dtype,
+                "dtype": quantize.SOURCES[source],
                 "bits": tl.int32 if size == 4 else tl.int16,
-                "vector": 16 // size if is_aligned else 0,
+                "vector": VECTOR // size if is_aligned else 0,
                 "watch": is_watched,
                 "count": is_counted,
                 "pow2": pow2,
             },
             capability,
+            num_warps=quantize.WARPS,
             **options,
         )
         assert ("atom.global" in text) == is_counted
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(("is_aligned", "is_watched"), BOTH)
-@pytest.mark.parametrize(
-    ("source", "out"),
-    [
-        (tl.float32, tl.float32),
-        (tl.float32, tl.bfloat16),
-        (tl.bfloat16, tl.float32),
-        (tl.bfloat16, tl.bfloat16),
-        (tl.uint8, tl.uint8),
-        (tl.uint16, tl.uint16),
-    ],
-    ids=str,
-)
-def test_copies_compile(
-    source: Any, out: Any, is_aligned: bool, is_watched: bool, capability: int
-) -> None:
-    for is_counted in (False, True) if WIDTHS[out] == 2 else (False,):
-        compile_kernel(
-            copy._copy,
-            dict.fromkeys(("addresses", "records", "sums"), "*i64")
-            | {"broken": "*i32" if is_watched else "*i64"},
-            {
-                "dtype": source,
-                "to": out,
-                "vector": 16 // max(WIDTHS[source], WIDTHS[out]) if is_aligned else 0,
-                "watch": is_watched,
-                "count": is_counted,
-                "height": TILE_ROWS,
-                "width": TILE_COLUMNS,
-            },
-            capability,
-        )
+class Copies(NamedTuple):
+    """Copies from one type to another."""
+
+    source: Any
+    out: Any
+    widest: int
+    """Bytes of an element of the wider type."""
+
+    is_watched: bool
+    is_counted: bool
+
+    def __str__(self) -> str:
+        watched = " watched" if self.is_watched else ""
+        return f"{self.source}-{self.out}{watched}{' counted' if self.is_counted else ''}"
+
+
+def list_copies() -> Iterator[Copies]:
+    """Yield every kind of copy: numbers are watched or cast, and bits are moved as they are.
+
+    Checksums are added up for outs of two bytes.
+    """
+    for (source, ours), (out, theirs) in itertools.product(copy.FLOATS.items(), repeat=2):
+        for is_watched in BOTH if source != out else (True,):
+            for is_counted in BOTH if out.itemsize == 2 else (False,):
+                widest = max(source.itemsize, out.itemsize)
+                yield Copies(ours, theirs, widest, is_watched, is_counted)
+    for size, raw in copy.RAW.items():
+        for is_counted in BOTH if size == 2 else (False,):
+            yield Copies(raw, raw, size, False, is_counted)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("is_aligned", BOTH)
+@pytest.mark.parametrize("copies", [*list_copies()], ids=str)
+def test_copies_compile(copies: Copies, is_aligned: bool, capability: int) -> None:
+    text = compile_kernel(
+        copy._copy,
+        dict.fromkeys(("addresses", "records", "sums"), "*i64")
+        | {"broken": "*i32" if copies.is_watched else "*i64"},
+        {
+            "dtype": copies.source,
+            "to": copies.out,
+            "vector": VECTOR // copies.widest if is_aligned else 0,
+            "watch": copies.is_watched,
+            "count": copies.is_counted,
+            "height": TILE_ROWS,
+            "width": TILE_COLUMNS,
+        },
+        capability,
+        num_warps=copy.WARPS,
+    )
+    assert ("atom.global" in text) == copies.is_counted
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("is_aligned", BOTH)
 @pytest.mark.parametrize("word", checksum.WORDS)
 def test_checksums_compile(word: int, is_aligned: bool, capability: int) -> None:
     compile_kernel(
@@ -116,9 +138,10 @@ def test_checksums_compile(word: int, is_aligned: bool, capability: int) -> None
         dict.fromkeys(("addresses", "records", "out"), "*i64"),
         {
             "dtype": checksum.WORDS[word],
-            "vector": 16 // word if is_aligned else 0,
+            "vector": VECTOR // word if is_aligned else 0,
             "height": TILE_ROWS,
             "width": TILE_COLUMNS,
         },
         capability,
+        num_warps=checksum.WARPS,
     )

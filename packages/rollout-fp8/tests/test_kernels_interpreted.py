@@ -6,6 +6,7 @@ way than a GPU does, so that bits are compared on GPUs alone (``test_kernels_cud
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import nullcontext
 
@@ -34,8 +35,71 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
+def draw_weight(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
 def whole_checksum(tensor: Tensor) -> int:
     return checksum(tensor, ShardSpec.whole(tensor.shape))
+
+
+def quantize_by_kernel(
+    weight: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *,
+    first: int = 0,
+    step: int | None = None,
+    group: int = 1,
+    is_aligned: bool = False,
+    pow2: bool = False,
+) -> tuple[Tensor, bool]:
+    """Quantize a weight into ``out``, and return the scales and whether the weight is broken.
+
+    ``first`` is the index of the first word of ``out`` in its whole, and ``step`` are the words
+    from a row to the next, by default as many as a row has.
+    """
+    rows, columns = weight.shape
+    down, right = -(-rows // 128), -(-columns // 128)
+    scales = torch.zeros(down, right)
+    broken = torch.zeros(1, dtype=torch.int32)
+    step = columns // 4 if step is None else step
+    quantization.launch(
+        torch.tensor([[weight.data_ptr(), out.data_ptr(), scales.data_ptr()]]),
+        torch.tensor([[rows, columns, columns, out.stride(0), right, first, step, group]]),
+        torch.tensor([row << 20 | column for row in range(down) for column in range(right)]),
+        broken,
+        sums,
+        source=weight.dtype,
+        aligned=is_aligned,
+        pow2=pow2,
+    )
+    return scales, bool(broken.any())
+
+
+def copy_by_kernel(
+    weight: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    *,
+    first: int = 0,
+    step: int | None = None,
+    group: int = 1,
+    is_aligned: bool = False,
+) -> None:
+    """Copy a weight into ``out``, with its place in its whole in elements."""
+    rows, columns = weight.shape
+    size = Rows(rows=rows, columns=columns, stride=columns)
+    steps = (columns, out.stride(0), columns if step is None else step)
+    copy.launch(
+        torch.tensor([[weight.data_ptr(), out.data_ptr()]]),
+        torch.from_numpy(tiles(0, size, (0, 0, first), steps, group)),
+        None,
+        sums,
+        source=weight.dtype,
+        out=out.dtype,
+        aligned=is_aligned,
+    )
 
 
 @pytest.mark.parametrize("pow2", [False, True])
@@ -45,26 +109,14 @@ def whole_checksum(tensor: Tensor) -> int:
 def test_quantization_adds_up_the_checksum_of_what_it_stores(
     rows: int, columns: int, dtype: torch.dtype, is_aligned: bool, pow2: bool
 ) -> None:
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = draw_weight(rows, columns, dtype)
     wanted = quantize(weight, scales="pow2" if pow2 else "fp32")
-    out, scales = torch.zeros_like(wanted.weight), torch.zeros_like(wanted.scales)
-    sums = torch.tensor([7, 0])
-    broken = torch.zeros(1, dtype=torch.int32)
-    down, right = scales.shape
-    quantization.launch(
-        torch.tensor([[weight.data_ptr(), out.data_ptr(), scales.data_ptr()]]),
-        torch.tensor([[rows, columns, columns, columns, right, 0, columns // 4, 1]]),
-        torch.tensor([row << 20 | column for row in range(down) for column in range(right)]),
-        broken,
-        sums,
-        source=dtype,
-        aligned=is_aligned,
-        pow2=pow2,
-    )
+    out, sums = torch.zeros_like(wanted.weight), torch.tensor([7, 0])
+    scales, is_broken = quantize_by_kernel(weight, out, sums, is_aligned=is_aligned, pow2=pow2)
     assert sums.tolist() == [7, whole_checksum(out)]
     assert torch.equal(scales, wanted.scales)
     assert torch.equal(out.float() == 0, wanted.weight.float() == 0)
-    assert not broken.any()
+    assert not is_broken
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])
@@ -73,19 +125,58 @@ def test_quantization_adds_up_the_checksum_of_what_it_stores(
 def test_a_copy_adds_up_the_checksum_of_what_it_stores(
     rows: int, columns: int, dtype: torch.dtype, is_aligned: bool
 ) -> None:
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = draw_weight(rows, columns, dtype)
     out = torch.zeros(rows, columns, dtype=torch.bfloat16)
     sums = torch.tensor([7, 0])
-    step = (columns,) * 3
-    records = tiles(0, Rows(rows=rows, columns=columns, stride=columns), (0, 0, 0), step, 1)
-    copy.launch(
-        torch.tensor([[weight.data_ptr(), out.data_ptr()]]),
-        torch.from_numpy(records),
-        None,
-        sums,
-        source=dtype,
-        out=torch.bfloat16,
-        aligned=is_aligned,
-    )
+    copy_by_kernel(weight, out, sums, is_aligned=is_aligned)
     assert sums.tolist() == [7, whole_checksum(out)]
     torch.testing.assert_close(out.float(), weight.float(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_a_region_counts_by_its_place_in_the_whole(dtype: torch.dtype, top: int) -> None:
+    """The first word of the region is the twelfth of a row."""
+    rows, columns = 200, 272
+    a_word = 4 // dtype.itemsize
+    left = 12 * a_word
+    whole = torch.zeros(rows + 5, columns + 96, dtype=dtype)
+    box = ShardSpec(global_shape=tuple(whole.shape), offset=(top, left), shape=(rows, columns))
+    out = whole[box.slices]
+    first, step = top * whole.shape[1] + left, whole.shape[1]
+    sums = torch.tensor([7, 0])
+    if dtype == torch.bfloat16:
+        copy_by_kernel(draw_weight(rows, columns), out, sums, first=first, step=step)
+    else:
+        place = {"first": first // a_word, "step": step // a_word}
+        quantize_by_kernel(draw_weight(rows, columns), out, sums, **place)
+    assert sums.tolist() == [7, checksum(out, box)]
+    # The rest of the whole holds zeros, which add nothing.
+    assert sums[1] == whole_checksum(whole)
+
+
+def test_a_launch_without_a_group_adds_nothing() -> None:
+    """One launch serves weights whose checksums are added up and others."""
+    weight = draw_weight(200, 272)
+    sums = torch.tensor([7, 5])
+    stored = torch.zeros(200, 272, dtype=torch.float8_e4m3fn)
+    quantize_by_kernel(weight, stored, sums, group=-1)
+    copied = torch.zeros(200, 272, dtype=torch.bfloat16)
+    copy_by_kernel(weight, copied, sums, group=-1)
+    assert sums.tolist() == [7, 5]
+    assert stored.float().any()
+    assert copied.any()
+
+
+def test_a_nan_at_the_edge_adds_nothing_beyond_it() -> None:
+    """Every element of a block with a NaN is one, those beyond the weight's edge too."""
+    weight = draw_weight(200, 272)
+    weight[-1, -1] = math.nan
+    out = torch.zeros(200, 272, dtype=torch.float8_e4m3fn)
+    sums = torch.tensor([7, 0])
+    scales, is_broken = quantize_by_kernel(weight, out, sums)
+    assert is_broken
+    assert scales.isnan().tolist() == [[False, False, False], [False, False, True]]
+    # Triton's interpreter stores another number than NaN, which is no zero either.
+    assert out[128:, 256:].float().all()
+    assert sums.tolist() == [7, whole_checksum(out)]
