@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from balance_reference import DOCUMENTS, pack
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 
 from engine_api import (

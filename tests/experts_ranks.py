@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from balance_reference import DOCUMENTS, rows_of
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

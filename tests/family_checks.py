@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from tiny_models import documents, oracle, tiny_model
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 
 from engine_api import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 
 from engine_api import (

@@ -1,23 +1,17 @@
-"""The device that tests of engines run on, and their pools of ranks on it.
-
-It is a CPU, or the one that ``ENGINE_TEST_DEVICE`` names.
-"""
+"""Pools of ranks on the device that tests of engines run on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from tested_device import DEVICE, NEAR
 
 from engine_conformance.ranks import RankPool
 
-DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
-# Largest difference relative to the largest element, for float32 sums in two orders. A GPU's
-# kernels add up in orders of their own.
-NEAR = 2e-5 if DEVICE == "cpu" else 1e-4
+__all__ = ["DEVICE", "NEAR", "Pools", "open_pools"]
 
 
 class Pools(dict[int, RankPool]):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from experts_ranks import SquaredValues
-from tested_ranks import NEAR
+from tested_device import NEAR
 from tiny_models import documents, tiny_config, tiny_model
 
 from engine_api import (

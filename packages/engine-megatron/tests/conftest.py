@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 
 from engine_conformance.ranks import RankPool
 from engine_conformance.shim import shimmed

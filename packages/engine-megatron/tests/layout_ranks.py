@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tested_ranks import DEVICE
+from tested_device import DEVICE
 from torch import Tensor
 
 from engine_api import (

@@ -96,7 +96,6 @@ def ids() -> list[list[int]]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Expected]:
     """Return the function that writes and computes a model once."""
 
-
     @cache
     def compute_once(name: str) -> Expected:
         family, keys = MODELS[name]
