@@ -18,12 +18,12 @@ from balance_reference import (
     pack,
     rows_of,
 )
+from tested_ranks import Pools, open_pools
 from tiny_models import tiny_model
 
 from engine_api import Batch, LoraConfig, Memory, sft_loss
 from engine_api.batch import ROUTED_EXPERTS
 from engine_api.errors import BatchError, ConfigError
-from engine_conformance.ranks import RankPool
 
 # A softmax, and sigmoids with a bias of the selection and groups.
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,9 +55,9 @@ def expected(folders: dict[str, str]) -> dict[str, Expected]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, device="cpu", deadline=280.0) as ranks:
-        yield ranks
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_compiled_blocks_add_the_same(
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_compute_the_gradient_of_one(
-    pool: RankPool,
+    pools: Pools,
     folders: dict[str, str],
     expected: dict[str, Expected],
     name: str,
@@ -173,7 +173,7 @@ def test_two_ranks_compute_the_gradient_of_one(
     first_alone: bool,
 ) -> None:
     """Some documents are on each rank, or none is on the second, or each is on both."""
-    for found in pool.run(
+    for found in pools[2].run(
         "balance_ranks:step",
         path=folders[name],
         backend="fsdp2",

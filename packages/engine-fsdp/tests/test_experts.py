@@ -14,6 +14,7 @@ import pytest
 import torch
 from balance_reference import DOCUMENTS, assert_gradients, expect, read, subtract
 from experts_ranks import Found
+from tested_ranks import Pools, open_pools
 from tiny_models import log_probs, oracle, tiny_model, tiny_pictured_model
 from torch import Tensor
 
@@ -76,18 +77,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Callable[[int], RankPool]]:
-    started: dict[int, RankPool] = {}
-
-    def find(ranks: int) -> RankPool:
-        if ranks not in started:
-            started[ranks] = RankPool(ranks, device="cpu", deadline=280.0)
-            started[ranks].start()
-        return started[ranks]
-
-    yield find
-    for pool in started.values():
-        pool.close()
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 def exact_log_probs(path: str) -> list[Tensor]:
@@ -147,9 +139,11 @@ def assert_found(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_token_and_weight_of_a_family_is_right(pools: Any, folder: Folder, name: str) -> None:
+def test_every_token_and_weight_of_a_family_is_right(
+    pools: Pools, folder: Folder, name: str
+) -> None:
     path = folder(name)
-    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2})
+    ranks = pools[2].run("experts_ranks:step", path=path, layout={"ep": 2})
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
     for found in ranks:
         assert found.kept
@@ -160,12 +154,12 @@ def test_every_token_and_weight_of_a_family_is_right(pools: Any, folder: Folder,
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", MORE.split())
 def test_experts_of_other_types_are_computed_as_without(
-    pools: Any, tmp_path: Path, name: str
+    pools: Pools, tmp_path: Path, name: str
 ) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     config: dict[str, Any] = {"path": str(tmp_path)}
-    want = pools(2).run("experts_ranks:step", layout={}, **config)
-    ranks = pools(2).run("experts_ranks:step", layout={"ep": 2}, **config)
+    want = pools[2].run("experts_ranks:step", layout={}, **config)
+    ranks = pools[2].run("experts_ranks:step", layout={"ep": 2}, **config)
     for found, plain in zip(ranks, want, strict=True):
         assert found.kept
         for number, scores in found.log_probs.items():
@@ -179,20 +173,20 @@ def test_experts_of_other_types_are_computed_as_without(
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_four_ranks_compute_biases_and_groups(
-    pools: Any, folder: Folder, name: str, layout: dict[str, int]
+    pools: Pools, folder: Folder, name: str, layout: dict[str, int]
 ) -> None:
     path = folder(name)
-    ranks = pools(4).run("experts_ranks:step", path=path, layout=layout)
+    ranks = pools[4].run("experts_ranks:step", path=path, layout=layout)
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
 def test_every_layout_of_four_ranks_is_right(
-    pools: Any, folder: Folder, layout: dict[str, int]
+    pools: Pools, folder: Folder, layout: dict[str, int]
 ) -> None:
     path = folder(QWEN)
-    ranks = pools(4).run(
+    ranks = pools[4].run(
         "experts_ranks:step",
         path=path,
         layout=layout,
@@ -203,9 +197,9 @@ def test_every_layout_of_four_ranks_is_right(
 
 
 @pytest.mark.distributed
-def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Any, folder: Folder) -> None:
+def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Pools, folder: Folder) -> None:
     path = folder(QWEN, num_local_experts=6)
-    ranks = pools(4).run("experts_ranks:step", path=path, layout={"ep": 2})
+    ranks = pools[4].run("experts_ranks:step", path=path, layout={"ep": 2})
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
     assert [next(iter(found.kept.values()))[0] for found in ranks] == [2, 2, 1, 1]
 
@@ -213,11 +207,11 @@ def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Any, folder:
 @pytest.mark.distributed
 @pytest.mark.parametrize("experts", [2, 4])
 def test_ranks_that_are_more_than_a_ranks_experts_are_right(
-    pools: Any, folder: Folder, experts: int
+    pools: Pools, folder: Folder, experts: int
 ) -> None:
     """Two experts on two of four ranks leave some ranks nothing of any expert."""
     path = folder(QWEN, num_local_experts=experts)
-    ranks = pools(4).run("experts_ranks:step", path=path, layout={"ep": 2})
+    ranks = pools[4].run("experts_ranks:step", path=path, layout={"ep": 2})
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
@@ -238,21 +232,21 @@ def test_ranks_that_are_more_than_a_ranks_experts_are_right(
     ids=str,
 )
 def test_settings_of_memory_change_nothing(
-    pools: Any, folder: Folder, config: dict[str, Any]
+    pools: Pools, folder: Folder, config: dict[str, Any]
 ) -> None:
     path = folder(QWEN)
-    ranks = pools(2).run("experts_ranks:step", path=path, layout={"ep": 2}, **config)
+    ranks = pools[2].run("experts_ranks:step", path=path, layout={"ep": 2}, **config)
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ulysses": 2, "ep": 2}], ids=str)
 def test_a_rank_without_documents_takes_part(
-    pools: Any, folder: Folder, layout: dict[str, int]
+    pools: Pools, folder: Folder, layout: dict[str, int]
 ) -> None:
     """Other ranks' tokens are computed on it, and its own are none or padding."""
     path = folder(QWEN)
-    ranks = pools(2).run(
+    ranks = pools[2].run(
         "experts_ranks:step", path=path, layout=layout, first_alone=True, memory={"max_tokens": 24}
     )
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
@@ -289,12 +283,12 @@ def exact_replay(path: str, experts: Sequence[Tensor]) -> tuple[dict[str, Tensor
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_whose_experts_serve_no_token_takes_part(
-    pools: Any, folder: Folder, first: int, ranks: int
+    pools: Pools, folder: Folder, first: int, ranks: int
 ) -> None:
     """All tokens go to the first or the last half of the experts, as their replay says."""
     path = folder(QWEN)
     experts = replayed(first)
-    found = pools(ranks).run(
+    found = pools[ranks].run(
         "experts_ranks:step", path=path, layout={"ep": ranks}, router_replay=True, experts=experts
     )
     gradients, loss = exact_replay(path, experts)
@@ -312,11 +306,11 @@ def test_a_rank_whose_experts_serve_no_token_takes_part(
 @pytest.mark.parametrize("name", [QWEN, "deepseek_v3"])
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ulysses": 2, "ep": 2}], ids=str)
 def test_a_balance_loss_is_added_as_without(
-    pools: Any, folder: Folder, name: str, layout: dict[str, int]
+    pools: Pools, folder: Folder, name: str, layout: dict[str, int]
 ) -> None:
     path = folder(name)
     exact = expect(path, 0.5, sigmoid=name == "deepseek_v3")
-    for found in pools(2).run(
+    for found in pools[2].run(
         "experts_ranks:step",
         path=path,
         layout=layout,
@@ -329,11 +323,11 @@ def test_a_balance_loss_is_added_as_without(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_experts_below_a_tower_are_spread(pools: Any, tmp_path: Path, name: str) -> None:
+def test_experts_below_a_tower_are_spread(pools: Pools, tmp_path: Path, name: str) -> None:
     ids = {"image_token_id": 55, "video_token_id": 56, "vision_start_token_id": 57}
     tiny_pictured_model(name, **ids).save_pretrained(tmp_path)
-    want, *_ = pools(2).run("experts_ranks:step", path=str(tmp_path), layout={})
-    for found in pools(2).run("experts_ranks:step", path=str(tmp_path), layout={"ep": 2}):
+    want, *_ = pools[2].run("experts_ranks:step", path=str(tmp_path), layout={})
+    for found in pools[2].run("experts_ranks:step", path=str(tmp_path), layout={"ep": 2}):
         assert {shape[0] for shape in found.kept.values()} == {2}
         assert found.norm == pytest.approx(want.norm, rel=1e-5)
         for weight, exact in want.gradients.items():
@@ -343,13 +337,13 @@ def test_experts_below_a_tower_are_spread(pools: Any, tmp_path: Path, name: str)
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
-def test_adapters_learn_as_without(pools: Any, folder: Folder, layout: dict[str, int]) -> None:
+def test_adapters_learn_as_without(pools: Pools, folder: Folder, layout: dict[str, int]) -> None:
     """The experts are frozen, and gradients pass through them."""
     path = folder(QWEN)
     lora = LoraConfig(rank=2, alpha=4.0, target_modules=("q_proj", "v_proj"))
-    (want,) = pools(1).run("experts_ranks:step", path=path, layout={}, lora=lora)
+    (want,) = pools[1].run("experts_ranks:step", path=path, layout={}, lora=lora)
     assert any(one.any() for one in want.gradients.values())
-    ranks = pools(4).run(
+    ranks = pools[4].run(
         "experts_ranks:step", path=path, layout=layout, lora=lora, memory={"recompute": "full"}
     )
     for found in ranks:
@@ -361,10 +355,10 @@ def test_adapters_learn_as_without(pools: Any, folder: Folder, layout: dict[str,
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", [QWEN, "gpt_oss"])
-def test_values_and_their_gradients_are_right(pools: Any, folder: Folder, name: str) -> None:
+def test_values_and_their_gradients_are_right(pools: Pools, folder: Folder, name: str) -> None:
     path = folder(name)
-    (want,) = pools(1).run("experts_ranks:step", path=path, layout={}, model_type="value_model")
-    ranks = pools(2).run(
+    (want,) = pools[1].run("experts_ranks:step", path=path, layout={}, model_type="value_model")
+    ranks = pools[2].run(
         "experts_ranks:step", path=path, layout={"ep": 2}, model_type="value_model"
     )
     for found in ranks:
@@ -377,24 +371,26 @@ def test_values_and_their_gradients_are_right(pools: Any, folder: Folder, name: 
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
 def test_the_norm_that_clips_counts_each_weight_once(
-    pools: Any, folder: Folder, layout: dict[str, int]
+    pools: Pools, folder: Folder, layout: dict[str, int]
 ) -> None:
     path = folder(QWEN)
     gradients, _ = exact_gradients(path)
     norm = math.sqrt(sum(float(one.square().sum()) for one in gradients.values()))
     optimizer = OptimizerConfig(name="torch.optim.SGD", lr=64.0, clip_norm=norm / 4)
-    for found in pools(4).run("experts_ranks:step", path=path, layout=layout, optimizer=optimizer):
+    for found in pools[4].run("experts_ranks:step", path=path, layout=layout, optimizer=optimizer):
         assert found.norm == pytest.approx(norm, rel=1e-5)
         assert_gradients(found.gradients, {name: one / 4 for name, one in gradients.items()})
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
-def test_experts_are_rounded_to_bfloat16_as_without(pools: Any, folder: Folder, name: str) -> None:
+def test_experts_are_rounded_to_bfloat16_as_without(
+    pools: Pools, folder: Folder, name: str
+) -> None:
     """Log-probs are the same numbers, because each row is computed and added alike."""
     config = {"precision": Precision(compute="bfloat16"), "order": [0, 1, 2, 3]}
-    want = pools(2).run("experts_ranks:step", path=folder(name), layout={}, **config)
-    ranks = pools(2).run("experts_ranks:step", path=folder(name), layout={"ep": 2}, **config)
+    want = pools[2].run("experts_ranks:step", path=folder(name), layout={}, **config)
+    ranks = pools[2].run("experts_ranks:step", path=folder(name), layout={"ep": 2}, **config)
     exact, _ = exact_gradients(folder(name))
     for found, plain in zip(ranks, want, strict=True):
         for number, scores in found.log_probs.items():
@@ -419,15 +415,15 @@ JOURNEYS: dict[str, list[dict[str, int]]] = {
 @pytest.mark.parametrize("stages", JOURNEYS.values(), ids=JOURNEYS)
 @pytest.mark.parametrize("name", [QWEN, "gpt_oss"])
 def test_a_checkpoint_goes_from_layout_to_layout(
-    pools: Any, folder: Folder, tmp_path: Path, name: str, stages: list[dict[str, int]]
+    pools: Pools, folder: Folder, tmp_path: Path, name: str, stages: list[dict[str, int]]
 ) -> None:
     """Losses and weights are those of one rank, which goes through checkpoints as well."""
     path = folder(name)
     alone, several = tmp_path / "alone", tmp_path / "several"
-    ((losses, weights),) = pools(1).run(
+    ((losses, weights),) = pools[1].run(
         "experts_ranks:journey", path=path, stages=[{}] * 3, folder=str(alone)
     )
-    ranks = pools(4).run(
+    ranks = pools[4].run(
         "experts_ranks:journey", path=path, stages=stages, folder=str(several), moves=True
     )
     for found, after in ranks:
@@ -480,7 +476,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, int], str, str]] = {
     ("name", "sizes", "layout", "subject", "why"), REFUSED.values(), ids=REFUSED
 )
 def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
-    pools: Any,
+    pools: Pools,
     folder: Folder,
     name: str,
     sizes: dict[str, int],
@@ -488,7 +484,7 @@ def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
     subject: str,
     why: str,
 ) -> None:
-    found = pools(2).run("experts_ranks:refuse", path=folder(name, **sizes), layout=layout)
+    found = pools[2].run("experts_ranks:refuse", path=folder(name, **sizes), layout=layout)
     for kind, named, text in found:
         is_setting = subject == "parallelism.ep"
         assert kind == ("ConfigError" if is_setting else "UnsupportedCapability")
@@ -499,9 +495,9 @@ def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_compiled_blocks_compute_the_same(pools: Any, folder: Folder, recompute: str) -> None:
+def test_compiled_blocks_compute_the_same(pools: Pools, folder: Folder, recompute: str) -> None:
     path = folder(QWEN)
-    ranks = pools(2).run(
+    ranks = pools[2].run(
         "experts_ranks:step",
         path=path,
         layout={"ep": 2},
@@ -515,6 +511,8 @@ def test_compiled_blocks_compute_the_same(pools: Any, folder: Folder, recompute:
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[RankPool]:
+    # Ranks that start from here on read the variable when they import `tested_device`. This process
+    # has imported it before, and makes no engine.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENGINE_TEST_DEVICE", "cuda")
         with RankPool(2, device="cuda", deadline=280.0) as pool:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from mtp_folders import HEAD, LAYERS, assert_kept, count_of, read_saved, told, write_folder
 from mtp_ranks import BATCH, create, train_and_save
+from tested_ranks import Pools, open_pools
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3ForCausalLM,
@@ -23,16 +24,15 @@ from transformers import (
 
 from engine_api import LoraConfig, ModelSource, sft_loss
 from engine_api.errors import ConfigError
-from engine_conformance.ranks import RankPool
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text")
 LORA = LoraConfig(rank=2, alpha=4.0, target_modules=("o_proj",))
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, device="cpu", deadline=280.0) as ranks:
-        yield ranks
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,10 +77,10 @@ def test_transformers_guesses_with_the_head_of_a_saved_folder(
 @pytest.mark.parametrize("config", [{}, {"lora": LORA}], ids=["trained", "adapted"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_two_ranks_write_the_head_once(
-    pool: RankPool, tmp_path: Path, dtype: Any, config: dict[str, Any]
+    pools: Pools, tmp_path: Path, dtype: Any, config: dict[str, Any]
 ) -> None:
     written = write_folder(tmp_path / "model", "deepseek_v3")
-    exported, _ = pool.run(
+    exported, _ = pools[2].run(
         "mtp_ranks:train_and_save",
         path=str(written.folder),
         backend="fsdp2",

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from balance_reference import assert_gradients
+from tested_ranks import open_pools
 from tiny_models import tiny_model
 
 from engine_conformance.fixtures import TinyModel, write_checkpoint
-from engine_conformance.ranks import RankPool
 
 PEERS = Path(__file__).with_name("layout_peers.py")
 RANKS = 2
@@ -50,7 +50,8 @@ def test_spread_experts_compute_what_transformers_does(
     """The reference is engine-fsdp on as many ranks, each with all experts."""
     path = str(tmp_path)
     tiny_model("qwen3_moe", num_hidden_layers=2).save_pretrained(path)
-    with RankPool(RANKS, device="cpu", deadline=280.0) as pool:
+    with open_pools() as pools:
+        pool = pools[RANKS]
         want, _ = pool.run("experts_ranks:step", path=path, layout={}, backend="fsdp2")
         ranks = pool.run(
             "experts_ranks:step", path=path, layout={"ep": 2}, backend="veomni", **config

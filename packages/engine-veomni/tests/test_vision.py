@@ -12,14 +12,13 @@ import pytest
 import torch
 from balance_reference import read, subtract
 from picture_ranks import RATE, Step, create, draw_documents, read_weights, step
-from tested_ranks import DEVICE
+from tested_ranks import Pools, open_pools
 from tiny_models import tiny_pictured_model
 from torch import Tensor
 
 from engine_api import Memory, OptimizerConfig, sft_loss
 from engine_api.errors import EngineError
 from engine_conformance.fixtures.pictures import PictureOracle, picture_batch
-from engine_conformance.ranks import RankPool
 from engine_veomni import library
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -72,9 +71,9 @@ def compute(folder: Path, after: Path) -> Exact:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2, device=DEVICE, deadline=280.0) as ranks:
-        yield ranks
+def pools() -> Iterator[Pools]:
+    with open_pools() as opened:
+        yield opened
 
 
 def check(found: Step, exact: Exact, *, frozen: bool = False) -> None:
@@ -112,7 +111,7 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_compute_the_gradients_of_one(
-    pool: RankPool,
+    pools: Pools,
     folders: dict[str, Path],
     exact: dict[str, Exact],
     family: str,
@@ -128,17 +127,19 @@ def test_two_ranks_compute_the_gradients_of_one(
         "parallelism": parallelism,
         "memory": Memory(max_tokens=24, recompute=recompute),
     }
-    for found in pool.run("picture_ranks:step", **call):
+    for found in pools[2].run("picture_ranks:step", **call):
         check(found, exact[family])
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_frozen_tower_stays_as_it_was_on_each_rank(
-    pool: RankPool, folders: dict[str, Path], exact: dict[str, Exact], family: str
+    pools: Pools, folders: dict[str, Path], exact: dict[str, Exact], family: str
 ) -> None:
     path = str(folders[family])
-    for found in pool.run("picture_ranks:step", path=path, order=[0, 1, 2, 3], freeze=["vision"]):
+    for found in pools[2].run(
+        "picture_ranks:step", path=path, order=[0, 1, 2, 3], freeze=["vision"]
+    ):
         check(found, exact[family], frozen=True)
 
 
