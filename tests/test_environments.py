@@ -207,6 +207,17 @@ def test_a_session_gets_the_versions_of_its_environment(
             assert public(versions[name.replace("_", "-")]) == public(version), name
 
 
+def test_kernels_are_compiled_by_the_triton_of_the_tested_servers(
+    tmp_path: Path, answers: dict[str, Any]
+) -> None:
+    wanted = [word for install in record("kernels", tmp_path).installs for word in install]
+    (compiled_by,) = [word for word in wanted if word.startswith("triton==")]
+    for server in ("vllm", "sglang"):
+        for answer in answers[f"rollouts(rollout={server!r}, device='cuda')"]:
+            served_by = f"triton=={versions_of(answer)['triton']}"
+            assert served_by == compiled_by, f"noxfile.py: TRITON is to be {served_by!r}"
+
+
 def test_the_newest_versions_are_those_of_a_package_that_is_behind_in_an_install_of_its_own(
     tmp_path: Path, answers: dict[str, Any]
 ) -> None:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from gpu_jobs import TESTS
 from gpu_lanes import Job, Lanes, Running, check_environments, read_jobs
 
 kill = Running.kill
@@ -155,6 +156,14 @@ def test_a_wrong_list_of_jobs_is_refused(
     path.write_text(json.dumps(jobs))
     with pytest.raises(ValueError, match=told):
         read_jobs(path)
+
+
+def test_the_tests_of_every_job_exist() -> None:
+    root = Path(__file__).resolve().parent.parent
+    for name, (_, arguments, _) in TESTS.items():
+        paths = [one for one in arguments if "/" in one]
+        assert paths, name
+        assert not [one for one in paths if not (root / one.partition("::")[0]).exists()], name
 
 
 def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: Path) -> None:
