@@ -49,12 +49,19 @@ def test_rollouts_on_a_gpu_have_a_column_of_each_precision_with_versions_and_dat
         },
     }
     introduction, rows = zoo._vllm_on_gpu(record)
-    assert "bf16: 2 of 3 types so far, as seen on one NVIDIA H200, vLLM 0.26.0" in introduction
-    assert "2026-11-27;\nFP8: 1 of 3 types so far, as seen on one NVIDIA H200" in introduction
+    seen = "\nas seen on one NVIDIA H200, vLLM 0.26.0"
+    assert f"bf16: 2 of 3 types tried, 1 right, 1 refused,{seen}" in introduction
+    assert f"2026-11-27;\nFP8: 1 of 3 types tried, 1 right,{seen}" in introduction
     assert "| `qwen3_moe` | right, 4e-03 (3e-03), not every tensor audited |" in rows
     assert "| right, 4e-03 (3e-03) |" in rows
     assert "| `afmoe` | refused: vLLM did not start: no such class |" in rows
     assert "llama" not in rows
+
+
+def test_types_that_were_refused_alone_are_not_counted_as_served() -> None:
+    rows = {"afmoe": {"fp8": {"status": "refused"}}, "mamba2": {"fp8": {"status": "unmade"}}}
+    counted = "2 of 3 types tried, none right, 1 refused, 1 without a tiny model"
+    assert zoo._count_seen(rows, "fp8", 3) == counted
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ TITLES = {
     "unmade": "No tiny model",
 }
 ORDER = ("right", "refused", "unmade", "wrong", "crash")
+# Statuses in a count, where they differ from their names.
+COUNTED = {"unmade": "without a tiny model", "crash": "crashed"}
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -921,9 +923,9 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
     by_precision = {"none": "bf16", "fp8": "FP8"}
     taken = len(_taken(record["types"]))
     measured = ";\n".join(
-        f"{by_precision[one]}: {sum(one in row for row in rows.values())} of {taken} types so far, "
-        f"as seen on one {said['gpu']}, vLLM {said['vllm']},\ntransformers {said['transformers']}, "
-        f"torch {said['torch']}, {said['date']}"
+        f"{by_precision[one]}: {_count_seen(rows, one, taken)},\n"
+        f"as seen on one {said['gpu']}, vLLM {said['vllm']}, "
+        f"transformers {said['transformers']}, torch {said['torch']}, {said['date']}"
         for one, said in record[SEEN].items()
     )
     near = " and ".join(f"{NEAR_MEAN[one]} in {by_precision[one]}" for one in QUANTIZATIONS)
@@ -933,6 +935,16 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
     ]
     introduction = SEEN_INTRODUCTION.format(measured=measured, times=TIMES, near=near)
     return [introduction, table(("model type", *by_precision.values()), cells)]
+
+
+def _count_seen(rows: dict[str, Any], quantization: str, taken: int) -> str:
+    """Return how many types were tried in a precision, and how many have each status."""
+    statuses = [row[quantization]["status"] for row in rows.values() if quantization in row]
+    counts = [
+        f"{statuses.count(name)} {COUNTED.get(name, name)}" for name in ORDER if name in statuses
+    ]
+    none_right = [] if "right" in statuses else ["none right"]
+    return f"{len(statuses)} of {taken} types tried, {', '.join(none_right + counts)}"
 
 
 def _seen(row: dict[str, Any]) -> str:
