@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig
 from engine_api.errors import EngineError
+from engine_api.hf_names import saved_buffers
 from engine_api.hf_vision import Vision, build_arguments, read_vision
 from engine_api.media import Media
 from engine_api.registry import EngineRegistry, RolloutRegistry
@@ -45,9 +46,12 @@ _ON_GPU: dict[str, Any] = {
 }
 # Keys that published models of these families have, servers read, and transformers does not need.
 _PUBLISHED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{
+        name: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+    },
     "glm4_moe": {"head_dim": 32},
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "lfm2": {
         "block_auto_adjust_ff_dim": False,
         "block_dim": 128,
@@ -63,7 +67,13 @@ def make_served_model(model_type: str, folder: Path, device: str = "cpu") -> Non
     """Write a tiny model whose heads and experts are large enough for the kernels of servers."""
     published = _PUBLISHED.get(model_type, {})
     sizes = SERVED_SIZES if device == "cpu" else SERVED_ON_GPU_SIZES
-    tiny_model(model_type, sizes=sizes, **published).save_pretrained(folder)
+    model = tiny_model(model_type, sizes=sizes, **published)
+    # A server that ignores the bias of a router, which is zero at first, is found at its start.
+    generator = torch.Generator().manual_seed(1)
+    for buffer in saved_buffers(model).values():
+        if buffer.is_floating_point() and not buffer.any():
+            buffer.normal_(std=0.3, generator=generator)
+    model.save_pretrained(folder)
 
 
 def compare_vllm(

@@ -16,6 +16,7 @@ from rollout_fp8.export.plan import Source, make_plan
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
+from rollout_fp8.wire.checksum import checksum
 
 
 def test_a_bucket_of_which_a_worker_serves_nothing_passes_it_by() -> None:
@@ -245,3 +246,82 @@ def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
     model.derive = lambda: None  # type: ignore[method-assign]
     with pytest.raises(RolloutError, match="does not derive its weights again after loading"):
         Receiver(*arguments, derived=["derived"])
+
+
+class _Turns(torch.nn.Module):
+    """Server of experts that are saved as one tensor, of which it holds each one turned."""
+
+    def __init__(self, *, tp: int = 1, rank: int = 0) -> None:
+        super().__init__()
+        self.rows = 6 // tp
+        self.rank = rank
+        self.experts = torch.nn.Parameter(torch.zeros(4, self.rows, 8), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.data.copy_(tensor)
+                continue
+            for expert in range(4):
+                part = tensor[expert].narrow(1, self.rank * self.rows, self.rows)
+                self.experts.data[expert].copy_(part.t().contiguous())
+
+
+def test_matrices_that_a_server_turns_are_served_and_audited_at_each_sync() -> None:
+    weights = {"experts": torch.randn(4, 8, 6), "norm": torch.randn(8)}
+    model: Any = _Turns()
+    session = SyncSession(InProcess([model]))
+    for version in range(2):
+        weights = {name: tensor + version for name, tensor in weights.items()}
+        assert session.run(stream_of(weights, fp8=False), version).audited
+        assert torch.equal(model.experts, weights["experts"].transpose(1, 2))
+        assert torch.equal(model.norm, weights["norm"])
+
+
+def test_the_checksums_of_turned_matrices_add_up_to_those_of_the_saved_tensor() -> None:
+    weights = {"experts": torch.randn(4, 8, 6), "norm": torch.randn(8)}
+    total = 0
+    for rank in range(2):
+        model: Any = _Turns(tp=2, rank=rank)
+        stream = stream_of(weights, fp8=False)
+        receiver = Receiver(model, stream.plan, model.load_weights)
+        receiver.sync(stream, Phases(CPU))
+        own = weights["experts"][:, :, 3 * rank : 3 * (rank + 1)]
+        assert torch.equal(model.experts, own.transpose(1, 2))
+        names = [name for name, _ in receiver.boxes]
+        sums = receiver.served().tolist()
+        total += sum(one for name, one in zip(names, sums, strict=True) if name == "experts")
+        with torch.no_grad():
+            model.experts[2, 1, 3] += 1
+        changed = [one != now for one, now in zip(sums, receiver.served().tolist(), strict=True)]
+        assert [name for name, is_other in zip(names, changed, strict=True) if is_other] == [
+            "experts"
+        ]
+    whole = checksum(weights["experts"], ShardSpec.whole((4, 8, 6)))
+    assert (total - whole) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda tensor: tensor[:, ::2],
+        lambda tensor: tensor.reshape(-1)[:6].view(2, 3),
+        lambda tensor: tensor.t().contiguous().view(-1)[:6].view(2, 3),
+    ],
+    ids=["every second column", "elements of several rows", "elements of several columns"],
+)
+def test_parts_that_are_not_cut_along_axes_are_refused(cut: Any) -> None:
+    class Server(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.weight.data.copy_(cut(tensor)[:2, :3])
+
+    model: Any = Server()
+    stream = stream_of({"weight": torch.randn(4, 5)}, fp8=False)
+    with pytest.raises(RolloutError, match="cannot follow how the server loads weight"):
+        Receiver(model, stream.plan, model.load_weights)

@@ -17,7 +17,15 @@ from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
 from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
-from rollout_fp8.kernels.table import Count, Layout, describe, has_kernels, layouts, misfit, rows_of
+from rollout_fp8.kernels.table import (
+    Count,
+    Layout,
+    describe,
+    has_kernels,
+    has_rows,
+    layouts,
+    misfit,
+)
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import MODULUS
 from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan, count_of
@@ -334,12 +342,11 @@ class Filler:
 
     def _fits(self, wire_slice: WireSlice, place: Tensor) -> bool:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
-        if place.dtype != wire_slice.tensor.dtype:
+        if place.dtype != wire_slice.tensor.dtype or not has_rows(place):
             return False
         try:
-            rows_of(*layouts([place]))
             return not self.audit or self._count(wire_slice, place) is not None
-        # Its rows are not at one distance, or a word of four bytes is cut.
+        # A word of four bytes is cut.
         except ValueError:
             return False
 
@@ -469,11 +476,7 @@ def _in_rows(shard: Tensor) -> Tensor:
 
     The contract does not specify an export's strides.
     """
-    try:
-        rows_of(layouts([shard])[0])
-    except ValueError:
-        return shard.contiguous()
-    return shard
+    return shard if has_rows(shard) else shard.contiguous()
 
 
 def require_value(value: T | None) -> T:

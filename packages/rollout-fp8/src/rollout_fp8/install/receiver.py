@@ -24,7 +24,7 @@ from engine_api.weights import ShardSpec
 from rollout_fp8.install.places import Places
 from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
-from rollout_fp8.kernels.table import layouts
+from rollout_fp8.kernels.table import has_rows, layouts
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import Boxes
 from rollout_fp8.wire.checksum import ChecksumPlan
@@ -46,11 +46,24 @@ _seeds = count()
 
 
 class _Copies(NamedTuple):
-    """Copies of a bucket's slices into place, None if there are none."""
+    """Copies of a bucket's slices into place."""
 
     bucket: BucketPlan
     sources: list[Tensor]
     bound: BoundCast | None
+    """Copies of ``sources``, None if there are none."""
+    turned: list[tuple[Tensor, Tensor]]
+    """Sources and targets of matrices that the server holds turned."""
+
+
+class _Turned(NamedTuple):
+    """A region of a matrix that the server holds turned, and its checksum, for which it is copied.
+
+    One exists at a time: the experts of a model may be most of its weights.
+    """
+
+    region: Region
+    checksums: ChecksumPlan
 
 
 class Receiver:
@@ -103,10 +116,18 @@ class Receiver:
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
         self._readable = [region for region in self.regions if region.name not in unlike]
-        boxes = [region.box for region in self._readable]
+        views = [region.view(self._read(region.parameter)) for region in self._readable]
+        numbers = [number for number, view in enumerate(views) if has_rows(view)]
+        self._straight = [self._readable[number] for number in numbers]
+        boxes = [region.box for region in self._straight]
         views = self._views()
         try:
-            self._checksums = ChecksumPlan(layouts(views), boxes, list(range(len(boxes))))
+            self._checksums = ChecksumPlan(layouts(views), boxes, numbers)
+            self._turned = [
+                self._plan_turned(region, number)
+                for number, region in enumerate(self._readable)
+                if number not in numbers
+            ]
         except ValueError as error:
             raise RolloutError(
                 "cannot compare the served weights with the sent ones",
@@ -117,7 +138,7 @@ class Receiver:
         # Unpacked copies, and those in the dtype of the wire, are made for each audit.
         copied = any(
             self._read(region.parameter).dtype != plan.tensors[region.name].dtype
-            for region in self._readable
+            for region in self._straight
         )
         self._live = None if self._packed or copied else self._checksums.bind(views)
 
@@ -172,6 +193,9 @@ class Receiver:
             # while the host looks where the server's are.
             self._live.run(sums)
             self._check_places()
+        for region, checksums in self._turned:
+            part = self._sent(region, self._read(region.parameter))
+            checksums.run([part.contiguous()], sums)
         return sums
 
     def find(self, wire_slice: WireSlice) -> Tensor | None:
@@ -205,9 +229,14 @@ class Receiver:
 
     def _views(self) -> list[Tensor]:
         parameters = {
-            name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._readable)
+            name: self._read(name) for name in dict.fromkeys(r.parameter for r in self._straight)
         }
-        return [self._sent(region, parameters[region.parameter]) for region in self._readable]
+        return [self._sent(region, parameters[region.parameter]) for region in self._straight]
+
+    def _plan_turned(self, region: Region, number: int) -> _Turned:
+        dtype = self._plan.tensors[region.name].dtype
+        part = torch.empty(region.box.shape, dtype=dtype, device=self._device)
+        return _Turned(region, ChecksumPlan(layouts([part]), [region.box], [number]))
 
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
         """Return the tensor at a region, in the dtype in which it came.
@@ -252,15 +281,19 @@ class Receiver:
                     wire_slice.tensor.name, wire_slice.box, wire_slice.view(buffer)
                 )
             ]
-            sources = [source for source, _ in pairs]
-            targets = [target for _, target in pairs]
+            turned = [pair for pair in pairs if not has_rows(pair[1])]
+            straight = [pair for pair in pairs if has_rows(pair[1])]
+            sources = [source for source, _ in straight]
+            targets = [target for _, target in straight]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
             bound: BoundCast | None = None
-            if pairs:
+            if straight:
                 bound = CastPlan(layouts(sources), layouts(targets)).bind(targets)
-            copies = self._copies[key] = _Copies(bucket, sources, bound)
+            copies = self._copies[key] = _Copies(bucket, sources, bound, turned)
         if copies.bound is not None:
             copies.bound.run(copies.sources)
+        for source, target in copies.turned:
+            target.copy_(source)
 
     def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for region in self._of[name]:

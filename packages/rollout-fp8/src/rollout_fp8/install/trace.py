@@ -74,6 +74,8 @@ class LoaderTrace(TorchDispatchMode):
         self._ask = parameters
         self._owners: dict[int, tuple[str, Tensor]] = {}
         self._current: tuple[str, Tensor] | None = None
+        # The tensor that is being loaded, and contiguous copies of its parts, by their storage.
+        self._origins: dict[int, _Origin] = {}
 
     @property
     def regions(self) -> list[Region]:
@@ -91,8 +93,11 @@ class LoaderTrace(TorchDispatchMode):
             if not self._owners:
                 self._find_owners()
             self._current = (name, tensor)
+            whole = _Part(shape=tuple(tensor.shape), stride=tensor.stride(), offset=0)
+            self._origins = {_storage(tensor): _Origin(tensor=tensor, part=whole)}
             yield name, tensor
         self._current = None
+        self._origins = {}
 
     def __torch_dispatch__(
         self,
@@ -103,7 +108,10 @@ class LoaderTrace(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.aten.copy_.default and self._current is not None:
             self._record(args[0], args[1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default and self._current is not None:
+            self._follow(args[0], result)
+        return result
 
     def _find_owners(self) -> None:
         parameters = self._ask()
@@ -112,19 +120,41 @@ class LoaderTrace(TorchDispatchMode):
         self._owners = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
         self.layouts = {name: (t.shape, t.stride(), t.dtype) for name, t in parameters.items()}
 
+    def _follow(self, source: Tensor, copy: Tensor) -> None:
+        """Note where the elements of a contiguous copy come from: loaders turn matrices so."""
+        origin = self._origins.get(_storage(source))
+        if origin is not None and copy.is_contiguous():
+            part = origin.find(source)
+            if part is not None:
+                self._origins[_storage(copy)] = _Origin(tensor=copy, part=part)
+
     def _record(self, target: Tensor, source: Tensor) -> None:
         assert self._current is not None
         name, whole = self._current
         owner = self._owners.get(_storage(target))
-        if owner is None or source.is_meta or _storage(source) != _storage(whole):
+        origin = self._origins.get(_storage(source))
+        if owner is None or source.is_meta or origin is None:
             return
         parameter, tensor = owner
-        box = _box(whole, source, name)
+        part = origin.find(source)
+        axes = None if part is None else _find_axes(part.shape, part.stride, part.offset, whole)
+        if part is None or axes is None:
+            raise _unknown(
+                name,
+                f"a view {list(source.shape)} with strides {source.stride()} of "
+                f"{list(origin.tensor.shape)}",
+            )
+        steps = dict(zip(axes, _steps(target, source, name), strict=True))
+        sizes = dict(zip(axes, part.shape, strict=True))
         region = Region(
             name=name,
-            box=box,
+            box=ShardSpec(
+                global_shape=tuple(whole.shape),
+                offset=_locate(part.offset, whole),
+                shape=tuple(sizes.get(axis, 1) for axis in range(whole.dim())),
+            ),
             parameter=parameter,
-            stride=_stride(target, source, name),
+            stride=tuple(steps.get(axis, 1) for axis in range(whole.dim())),
             offset=int(target.storage_offset() - tensor.storage_offset()),
         )
         # A region counts once: a loader that copies something twice does not fill more by it.
@@ -135,7 +165,72 @@ def _storage(tensor: Tensor) -> int:
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
-def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Elements of a wire tensor, as ``torch.as_strided`` takes them."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Origin:
+    """A contiguous tensor, and the elements of a wire tensor that it holds."""
+
+    tensor: Tensor
+    part: _Part
+
+    def find(self, view: Tensor) -> _Part | None:
+        """Return the wire tensor's elements in a view.
+
+        None: the view is not cut along axes of the tensor.
+        """
+        start = int(view.storage_offset() - self.tensor.storage_offset())
+        axes = _find_axes(tuple(view.shape), view.stride(), start, self.tensor)
+        if axes is None:
+            return None
+        index = _locate(start, self.tensor)
+        moved = sum(at * step for at, step in zip(index, self.part.stride, strict=True))
+        return _Part(
+            shape=tuple(view.shape),
+            stride=tuple(1 if axis is None else self.part.stride[axis] for axis in axes),
+            offset=self.part.offset + moved,
+        )
+
+
+def _find_axes(
+    shape: Sequence[int], stride: Sequence[int], start: int, whole: Tensor
+) -> list[int | None] | None:
+    """Return the axis of ``whole`` (contiguous) along which each axis of a view of it runs.
+
+    An axis of size one runs along none. The result is None where the view is not cut along axes.
+    """
+    by_step = {
+        step: axis
+        for axis, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True))
+        if size > 1
+    }
+    index = _locate(start, whole)
+    axes: list[int | None] = []
+    for size, step in zip(shape, stride, strict=True):
+        axis = by_step.get(step) if size > 1 else None
+        if size > 1 and (axis is None or index[axis] + size > whole.shape[axis]):
+            return None
+        axes.append(axis)
+    return axes
+
+
+def _locate(start: int, whole: Tensor) -> tuple[int, ...]:
+    """Return the index of an element of ``whole`` (contiguous) by its number."""
+    index: list[int] = []
+    for step in whole.stride():
+        index.append(start // step if step else 0)
+        start -= index[-1] * step
+    return tuple(index)
+
+
+def _steps(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
     """Return the target's strides by the source's dimensions.
 
     The loader may have dropped or added dimensions of size one.
@@ -147,25 +242,6 @@ def _stride(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
         raise _unknown(name, f"{list(source.shape)} is copied into {list(target.shape)}")
     steps = iter(sizes)
     return tuple(next(steps)[1] if size != 1 else 1 for size in source.shape)
-
-
-def _box(whole: Tensor, part: Tensor, name: str) -> ShardSpec:
-    """Return the box of ``whole`` (contiguous) that the view ``part`` is."""
-    is_cut_along_axes = part.dim() == whole.dim() and all(
-        step == own
-        for size, step, own in zip(part.shape, part.stride(), whole.stride(), strict=True)
-        if size > 1
-    )
-    if not whole.is_contiguous() or not is_cut_along_axes:
-        raise _unknown(
-            name, f"a view {list(part.shape)} with strides {part.stride()} of {list(whole.shape)}"
-        )
-    rest = part.storage_offset() - whole.storage_offset()
-    offset: list[int] = []
-    for step in whole.stride():
-        offset.append(rest // step if step else 0)
-        rest -= offset[-1] * step
-    return ShardSpec(global_shape=tuple(whole.shape), offset=tuple(offset), shape=tuple(part.shape))
 
 
 def _unknown(name: str, why: str) -> RolloutError:

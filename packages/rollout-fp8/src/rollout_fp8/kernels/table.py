@@ -150,6 +150,15 @@ def rows_of(layout: Layout) -> Rows:
     return Rows(rows=prod(shape[:-1]), columns=columns, stride=dims[-1][1] if dims else columns)
 
 
+def has_rows(tensor: Tensor) -> bool:
+    """Return whether a tensor's rows are at one distance (see ``rows_of``)."""
+    try:
+        rows_of(*layouts([tensor]))
+    except ValueError:
+        return False
+    return True
+
+
 def tiles(
     item: int, size: Rows, start: tuple[int, ...], step: tuple[int, ...], group: int = 0
 ) -> NDArray[np.int64]:

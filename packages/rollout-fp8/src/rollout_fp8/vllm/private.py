@@ -7,15 +7,16 @@ import functools
 import gc
 import importlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import convert_frame, guards
 from torch._dynamo.eval_frame import remove_from_cache
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.device_allocator import cumem
 from vllm.distributed import parallel_state
@@ -24,6 +25,7 @@ from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models import interfaces
 from vllm.platforms import current_platform
@@ -68,6 +70,80 @@ def shut_down(engine: Any) -> None:
     _forget_adapters()
     engine.collective_rpc("shutdown")
     leave_groups()
+
+
+class ReloadByCopies(TorchDispatchMode):
+    """Context of a reload in which a parameter that a model itself copies into counts as loaded.
+
+    While vLLM reloads, parameters have no memory, and what their ``weight_loader`` is given is kept
+    until a layer is whole. gpt-oss copies into sinks and experts without one, which vLLM then loses
+    (0.26.0 and 0.32.0, ``GptOssModel._load_weights_other``). Here such a copy goes through a
+    loader. Upstream: reloads came with vllm-project/vllm#32133; no thread on such copies known.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+        self._is_loading = False
+        self._count = layerwise.get_numel_loaded
+
+    def __enter__(self) -> Self:
+        layerwise.get_numel_loaded = self._count_loaded
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        layerwise.get_numel_loaded = self._count
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        is_copy = func is torch.ops.aten.copy_.default and not self._is_loading
+        if is_copy and args[0].is_meta and not args[1].is_meta:
+            found = self._find(args[0])
+            if found is not None:
+                self._load(*found, args[1])
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _count_loaded(self, *arguments: Any) -> tuple[int, object]:
+        """Do ``get_numel_loaded``, in which a loader's copies are counted."""
+        self._is_loading = True
+        try:
+            return self._count(*arguments)
+        finally:
+            self._is_loading = False
+
+    def _find(self, target: Tensor) -> tuple[Any, str] | None:
+        """Return the layer and the name of a whole parameter."""
+        storage = target.untyped_storage()
+        for layer in self._model.modules():
+            for name, parameter in layer.named_parameters(recurse=False):
+                if parameter.untyped_storage() is storage and parameter.shape == target.shape:
+                    return layer, name
+        return None
+
+    def _load(self, layer: Any, name: str, source: Tensor) -> None:
+        parameter = layer.get_parameter(name)
+        parameter.weight_loader = weight_utils.default_weight_loader
+        parameter.weight_loader = layerwise.make_online_process_loader(layer, name)
+        parameter.weight_loader(parameter, source)
+
+
+def name_loaders(model: Any) -> None:
+    """Give each partial function among the loaders of weights its function's name.
+
+    vLLM asks each loader for its ``__name__`` in a reload, and MiniMax-M2's have none (0.26.0 and
+    0.32.0, ``_wrap_parameters_weight_loader``). Upstream: no thread known.
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            loader.__name__ = getattr(loader.func, "__name__", type(loader.func).__name__)
 
 
 def end_reload(model: Any) -> None:

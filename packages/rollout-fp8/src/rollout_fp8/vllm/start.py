@@ -44,6 +44,8 @@ _WRONG_ON_CPU = frozenset(
         "Cohere2MoeForCausalLM",
         # Its weights are served rightly, the derived ones of latent attention included.
         "DeepseekV3ForCausalLM",
+        # The biases of its routers are served rightly, too.
+        "Ernie4_5_MoeForCausalLM",
         "Lfm2ForCausalLM",
     }
 )

@@ -150,8 +150,10 @@ class SyncExtension:
         worker: Any = self
         if worker.device.type == "cpu":
             private.forget_expert_kernels(worker.get_model())
+        private.name_loaders(worker.get_model())
         try:
-            worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
+            with private.ReloadByCopies(worker.get_model()):
+                worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
         except BaseException:
             # After any error, the next reload begins from the start.
             private.end_reload(worker.get_model())
