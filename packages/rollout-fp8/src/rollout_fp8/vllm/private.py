@@ -143,7 +143,8 @@ def name_loaders(model: Any) -> None:
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, functools.partial):
-            loader.__name__ = getattr(loader.func, "__name__", type(loader.func).__name__)
+            name = getattr(loader.func, "__name__", type(loader.func).__name__)
+            vars(loader)["__name__"] = name
 
 
 def end_reload(model: Any) -> None:
