@@ -325,3 +325,69 @@ def test_parts_that_are_not_cut_along_axes_are_refused(cut: Any) -> None:
     stream = stream_of({"weight": torch.randn(4, 5)}, fp8=False)
     with pytest.raises(RolloutError, match="cannot follow how the server loads weight"):
         Receiver(model, stream.plan, model.load_weights)
+
+
+class _Computes(torch.nn.Module):
+    """Server that computes the decay of a state from its logarithm, as Mamba's do."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.decay = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "scale":
+                self.scale.copy_(tensor)
+            elif self.in_place:
+                self.decay.data.copy_(tensor)
+                self.decay.data.copy_(-torch.exp(self.decay.data.float()))
+            else:
+                self.decay.data.copy_(-torch.exp(tensor.float()))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_server_computes_of_a_weight_is_computed_at_each_sync(in_place: bool) -> None:
+    """A saved buffer is served, too."""
+    weights = {"log": torch.randn(6).bfloat16().float(), "scale": torch.randn(1)}
+    model: Any = _Computes(in_place=in_place)
+    session = SyncSession(InProcess([model]))
+    for version in range(3):
+        weights = {name: tensor + version for name, tensor in weights.items()}
+        stream = stream_of(weights, fp8=False, dtype=torch.float32)
+        # What is computed cannot be compared with what was sent.
+        assert not session.run(stream, version).audited
+        assert torch.equal(model.decay, -torch.exp(weights["log"]))
+        assert torch.equal(model.scale, weights["scale"])
+        assert not model.cache.any()
+
+
+def test_a_weight_that_a_server_computes_in_another_way_each_time_is_refused() -> None:
+    class Random(_Computes):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            self.decay.data.add_(1.0)
+
+    model: Any = Random(in_place=False)
+    stream = stream_of({"log": torch.randn(6), "scale": torch.randn(1)}, fp8=False)
+    with pytest.raises(RolloutError, match="the server rearranges weights after loading"):
+        Receiver(model, stream.plan, model.load_weights)
+
+
+def test_a_buffer_that_is_a_view_of_a_parameter_is_not_taken_for_it() -> None:
+    class Viewed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+            self.register_buffer("again", self.weight.data[:2])
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor)
+
+    model: Any = Viewed()
+    weight = torch.randn(4, 6)
+    assert SyncSession(InProcess([model])).run(stream_of({"weight": weight}, fp8=False), 0).audited
+    assert torch.equal(model.weight, weight)

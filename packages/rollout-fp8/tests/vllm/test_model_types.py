@@ -32,6 +32,8 @@ FAMILIES = [
         "gpt2",
         # It copies into sinks and experts, which it holds turned, without a loader.
         "gpt_oss",
+        # Each layer has a saved buffer.
+        "gemma4_text",
     )
 ]
 

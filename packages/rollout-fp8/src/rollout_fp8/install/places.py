@@ -15,8 +15,15 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 _Entry = tuple[Mapping[str, Any], str, str, Any, Place | None]
 
 
+def list_saved(model: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and saved buffers by name."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: one for name, one in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 class Places:
-    """Places of some of a module's parameters, as they are when this object is made.
+    """Places of some of a module's parameters and buffers, as they are when this object is made.
 
     A sync takes some ten ms, and to list the parameters of an 8B model takes more than two of them
     on the host. The entries of the modules' registries through which the parameters are found are
@@ -24,7 +31,7 @@ class Places:
 
     Args:
         model: the module.
-        parameters: the parameters to watch, by their names in ``model.named_parameters()``.
+        parameters: the parameters and buffers to watch, by their names in `list_saved`.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
@@ -39,7 +46,7 @@ class Places:
         """
         if self._entries is not None and all(map(_is_unchanged, self._entries)):
             return []
-        live = dict(self._model.named_parameters())
+        live = list_saved(self._model)
         moved = [
             name
             for name, place in self._places.items()
@@ -60,12 +67,12 @@ class Places:
             variables = vars(module)
             for name, child in variables["_modules"].items():
                 entries.append((variables, "_modules", name, child, None))
-            for name, parameter in variables["_parameters"].items():
-                full = f"{prefix}.{name}" if prefix else name
-                if full in self._places and parameter is not None:
-                    found.add(full)
-                    place = self._places[full]
-                    entries.append((variables, "_parameters", name, parameter, place))
+            for registry in ("_parameters", "_buffers"):
+                for name, tensor in variables[registry].items():
+                    full = f"{prefix}.{name}" if prefix else name
+                    if full in self._places and tensor is not None:
+                        found.add(full)
+                        entries.append((variables, registry, name, tensor, self._places[full]))
         return entries if found == self._places.keys() else None
 
 

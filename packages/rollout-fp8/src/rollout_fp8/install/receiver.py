@@ -11,7 +11,6 @@ loader leaves as it was is found by that: it is neither the mark nor anything el
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 
 from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
-from rollout_fp8.install.places import Places
+from rollout_fp8.failures import describe_error
+from rollout_fp8.install.places import Places, list_saved
 from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import has_rows, layouts
@@ -52,8 +52,8 @@ class _Copies(NamedTuple):
     sources: list[Tensor]
     bound: BoundCast | None
     """Copies of ``sources``, None if there are none."""
-    turned: list[tuple[Tensor, Tensor]]
-    """Sources and targets of matrices that the server holds turned."""
+    others: list[tuple[Region, Tensor, Tensor]]
+    """Sources and targets of what the server holds turned, or computed."""
 
 
 class _Turned(NamedTuple):
@@ -100,7 +100,7 @@ class Receiver:
         self._load = load
         self._packed = read is not None
         self._device = next(model.parameters()).device
-        self._read = read or dict(model.named_parameters()).__getitem__
+        self._read = read or list_saved(model).__getitem__
         self._seed = next(_seeds)
         self._derived = frozenset(derived)
         self._derive = derive
@@ -115,7 +115,9 @@ class Receiver:
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
-        self._readable = [region for region in self.regions if region.name not in unlike]
+        self._readable = [
+            region for region in self.regions if region.name not in unlike and not region.functions
+        ]
         views = [region.view(self._read(region.parameter)) for region in self._readable]
         numbers = [number for number, view in enumerate(views) if has_rows(view)]
         self._straight = [self._readable[number] for number in numbers]
@@ -206,7 +208,8 @@ class Receiver:
             for region in self._of[wire_slice.tensor.name]
             if (shared := intersection(wire_slice.box, region.box)) is not None
         ]
-        if len(found) != 1 or found[0].shape != wire_slice.box.shape:
+        is_computed = any(region.functions for region in self._of[wire_slice.tensor.name])
+        if len(found) != 1 or found[0].shape != wire_slice.box.shape or is_computed:
             return None
         return found[0]
 
@@ -222,7 +225,7 @@ class Receiver:
             raise RolloutError(
                 "a weight sync ended half-way",
                 where=SYNC,
-                why=_describe_error(error),
+                why=describe_error(error),
                 remedy="nothing is generated until a sync succeeds: sync again, or restart the "
                 "rollout",
             ) from error
@@ -274,33 +277,35 @@ class Receiver:
         key = (id(bucket), buffer.data_ptr())
         copies = self._copies.get(key)
         if copies is None or copies.bucket is not bucket:
-            pairs = [
-                pair
-                for wire_slice in bucket.slices
-                for pair in self._pairs(
-                    wire_slice.tensor.name, wire_slice.box, wire_slice.view(buffer)
-                )
-            ]
-            turned = [pair for pair in pairs if not has_rows(pair[1])]
-            straight = [pair for pair in pairs if has_rows(pair[1])]
-            sources = [source for source, _ in straight]
-            targets = [target for _, target in straight]
+            plain: list[tuple[Region, Tensor, Tensor]] = []
+            others: list[tuple[Region, Tensor, Tensor]] = []
+            for wire_slice in bucket.slices:
+                part = wire_slice.view(buffer)
+                for one in self._pairs(wire_slice.tensor.name, wire_slice.box, part):
+                    region, _, target = one
+                    is_plain = has_rows(target) and not region.functions
+                    (plain if is_plain else others).append(one)
+            sources = [source for _, source, _ in plain]
+            targets = [target for _, _, target in plain]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
             bound: BoundCast | None = None
-            if straight:
+            if sources:
                 bound = CastPlan(layouts(sources), layouts(targets)).bind(targets)
-            copies = self._copies[key] = _Copies(bucket, sources, bound, turned)
+            copies = self._copies[key] = _Copies(bucket, sources, bound, others)
         if copies.bound is not None:
             copies.bound.run(copies.sources)
-        for source, target in copies.turned:
-            target.copy_(source)
+        for region, source, target in copies.others:
+            target.copy_(region.compute(source))
 
-    def _pairs(self, name: str, box: ShardSpec, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(
+        self, name: str, box: ShardSpec, part: Tensor
+    ) -> Iterator[tuple[Region, Tensor, Tensor]]:
         for region in self._of[name]:
             shared = intersection(box, region.box)
             if shared is not None:
                 target = region.view(self._read(region.parameter))
                 yield (
+                    region,
                     part[_relative_slices(shared, box)],
                     target[_relative_slices(shared, region.box)],
                 )
@@ -308,8 +313,8 @@ class Receiver:
     # --- learning -----------------------------------------------------------------------------
 
     def _learn(self, model: nn.Module) -> list[Region]:
-        live = {name: (p.shape, p.stride(), p.dtype) for name, p in model.named_parameters()}
-        trace = LoaderTrace(lambda: dict(model.named_parameters()))
+        live = {name: (p.shape, p.stride(), p.dtype) for name, p in list_saved(model).items()}
+        trace = LoaderTrace(lambda: list_saved(model))
         try:
             with torch.no_grad(), trace:
                 self._load(trace.watch(marks(self._plan, self._device, self._seed)))
@@ -318,7 +323,7 @@ class Receiver:
             raise RolloutError(
                 "the server cannot load the trained model",
                 where=f"{WHERE}, at {trace.at}",
-                why=_describe_error(error),
+                why=describe_error(error),
                 remedy="give rollout and engine the same model, and a server from the tested table",
             ) from error
         known = {region.name for region in trace.regions}
@@ -327,7 +332,9 @@ class Receiver:
             for name in self._plan.tensors
             if name not in known
         ]
-        problems += uncovered(trace, [name for name in live if name not in self._derived])
+        # What no checkpoint has may be a buffer, and is no parameter.
+        every = [name for name, _ in model.named_parameters() if name not in self._derived]
+        problems += uncovered(trace, every)
         problems += misfits(trace, self._plan.tensors, {} if self._packed else live)
         if problems:
             shown = problems[:5]
@@ -355,8 +362,8 @@ class Receiver:
             regions = self._of[name]
             parameters = [self._read(region.parameter) for region in regions]
             same = [
-                torch.equal(_raw(self._sent(r, p)), _raw(mark[r.box.slices]))
-                for r, p in zip(regions, parameters, strict=True)
+                self._holds(region, parameter, mark[region.box.slices])
+                for region, parameter in zip(regions, parameters, strict=True)
             ]
             if not all(same):
                 unlike.add(name)
@@ -371,6 +378,13 @@ class Receiver:
                 remedy="choose another kernel for these layers in the server's options",
             )
         return unlike
+
+    def _holds(self, region: Region, parameter: Tensor, mark: Tensor) -> bool:
+        """Return whether a parameter holds what was sent, or what is computed of it."""
+        if not region.functions:
+            return torch.equal(_raw(self._sent(region, parameter)), _raw(mark))
+        part = region.view(parameter)
+        return torch.equal(part, region.compute(mark).to(part.dtype))
 
     def _check_derived(self, former: Mapping[str, bytes], after: str) -> dict[str, bytes]:
         """Return digests of the derived parameters, all of which must differ from the former."""
@@ -412,17 +426,9 @@ def _digests(model: nn.Module, names: Container[str] | None = None) -> dict[str,
     """Return a digest of each parameter, or of those named, without those that are gone."""
     return {
         name: hashlib.blake2b(_raw(parameter.detach()).cpu().numpy().data).digest()
-        for name, parameter in model.named_parameters()
+        for name, parameter in list_saved(model).items()
         if parameter.numel() and (names is None or name in names)
     }
-
-
-def _describe_error(error: Exception) -> str:
-    """Return an error's text, or the place where it was raised if it has none."""
-    if text := str(error):
-        return f"{type(error).__name__}: {text}"
-    (place,) = traceback.extract_tb(error.__traceback__)[-1:]
-    return f"{type(error).__name__} at {place.filename}:{place.lineno}: {place.line}"
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 A loader slices a checkpoint's tensor (for tensor parallelism, for fused projections, for experts)
 and copies the slices into parameters. Each such copy is a *region*: a box of the source and the
-place in a parameter where it lands. All regions together are all that later syncs need, for any
+place in a parameter where it lands. On the way it may turn a matrix, or compute each value, as the
+decay of a state from its logarithm. All regions together are all that later syncs need, for any
 architecture that the server can load, without a table in this package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,11 +41,27 @@ VOCABULARIES = frozenset(
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
+class Cast(NamedTuple):
+    """Function that returns a tensor in a dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the values in the dtype."""
+        return values.to(self.dtype)
+
+
+Function = Callable[[Tensor], Tensor]
+# Functions of one value that are followed, by the operator's name.
+_FUNCTIONS: dict[str, Function] = {"aten::exp": torch.exp, "aten::neg": torch.neg}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """Box of a wire tensor, and its place in a parameter.
 
-    The place is in elements, as ``torch.as_strided`` takes it.
+    The place is in elements, as ``torch.as_strided`` takes it. The parameter holds what
+    ``functions`` make of the box, one after another.
     """
 
     name: str
@@ -52,6 +69,13 @@ class Region:
     parameter: str
     offset: int
     stride: tuple[int, ...]
+    functions: tuple[Function, ...] = ()
+
+    def compute(self, values: Tensor) -> Tensor:
+        """Return what the parameter holds of values that were sent."""
+        for function in self.functions:
+            values = function(values)
+        return values
 
     def view(self, parameter: Tensor) -> Tensor:
         """Return the box inside the parameter, in the box's shape."""
@@ -69,7 +93,8 @@ class LoaderTrace(TorchDispatchMode):
 
     def __init__(self, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         super().__init__()
-        self._regions: dict[Region, None] = {}
+        # The last one for each box and place: a loader may compute with what it has copied.
+        self._regions: dict[Region, Region] = {}
         self.layouts: dict[str, Layout] = {}
         self._ask = parameters
         self._owners: dict[int, tuple[str, Tensor]] = {}
@@ -80,7 +105,7 @@ class LoaderTrace(TorchDispatchMode):
     @property
     def regions(self) -> list[Region]:
         """The regions in the order of the copies."""
-        return list(self._regions)
+        return list(self._regions.values())
 
     @property
     def at(self) -> str:
@@ -109,31 +134,41 @@ class LoaderTrace(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and self._current is not None:
             self._record(args[0], args[1])
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.clone.default and self._current is not None:
-            self._follow(args[0], result)
+        if self._current is not None and isinstance(result, Tensor):
+            name = func.name()
+            if name == "aten::clone":
+                self._follow(args[0], result)
+            elif name == "aten::_to_copy":
+                self._follow(args[0], result, Cast(result.dtype))
+            elif name in _FUNCTIONS:
+                self._follow(args[0], result, _FUNCTIONS[name])
         return result
 
     def _find_owners(self) -> None:
         parameters = self._ask()
         # The tensors are kept: a new storage at a freed one's address would be taken for the old
         # one.
-        self._owners = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
+        # Of several in one memory the first counts: a buffer may be another view of a parameter.
+        self._owners = {}
+        for name, tensor in parameters.items():
+            self._owners.setdefault(_storage(tensor), (name, tensor))
         self.layouts = {name: (t.shape, t.stride(), t.dtype) for name, t in parameters.items()}
 
-    def _follow(self, source: Tensor, copy: Tensor) -> None:
+    def _follow(self, source: Tensor, copy: Tensor, *functions: Function) -> None:
         """Note where the elements of a contiguous copy come from: loaders turn matrices so."""
         origin = self._origins.get(_storage(source))
         if origin is not None and copy.is_contiguous():
             part = origin.find(source)
             if part is not None:
-                self._origins[_storage(copy)] = _Origin(tensor=copy, part=part)
+                every = (*origin.functions, *functions)
+                self._origins[_storage(copy)] = _Origin(tensor=copy, part=part, functions=every)
 
     def _record(self, target: Tensor, source: Tensor) -> None:
         assert self._current is not None
         name, whole = self._current
         owner = self._owners.get(_storage(target))
         origin = self._origins.get(_storage(source))
-        if owner is None or source.is_meta or origin is None:
+        if owner is None or origin is None:
             return
         parameter, tensor = owner
         part = origin.find(source)
@@ -158,7 +193,15 @@ class LoaderTrace(TorchDispatchMode):
             offset=int(target.storage_offset() - tensor.storage_offset()),
         )
         # A region counts once: a loader that copies something twice does not fill more by it.
-        self._regions[region] = None
+        self._regions[region] = replace(region, functions=_reduce(origin.functions, tensor.dtype))
+        if target.shape == tensor.shape == source.shape and tensor.is_contiguous():
+            self._origins[_storage(tensor)] = replace(origin, tensor=tensor, part=part)
+
+
+def _reduce(functions: tuple[Function, ...], dtype: torch.dtype) -> tuple[Function, ...]:
+    """Return the functions, or none where they are casts that a copy into ``dtype`` does, too."""
+    is_plain = all(one in (Cast(dtype), Cast(torch.float32)) for one in functions)
+    return () if is_plain else functions
 
 
 def _storage(tensor: Tensor) -> int:
@@ -180,6 +223,8 @@ class _Origin:
 
     tensor: Tensor
     part: _Part
+    functions: tuple[Function, ...] = ()
+    """What was computed of them, one after another."""
 
     def find(self, view: Tensor) -> _Part | None:
         """Return the wire tensor's elements in a view.

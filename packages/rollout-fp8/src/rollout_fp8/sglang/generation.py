@@ -10,6 +10,7 @@ from typing import Any
 
 from engine_api.errors import EngineError, RolloutError
 from engine_api.rollout import Completion
+from rollout_fp8.failures import describe_error
 from rollout_fp8.sglang import private
 from rollout_fp8.sglang.host import Host
 
@@ -91,6 +92,6 @@ def answers_of(
         raise RolloutError(
             "SGLang did not respond",
             where=WHERE,
-            why=f"{type(error).__name__}: {error}",
+            why=describe_error(error),
             remedy="see its own messages for details; lower batch_size if memory ran out",
         ) from error

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine_api.errors import EngineError, RolloutError
+from rollout_fp8.failures import describe_error
 from rollout_fp8.sglang import private
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class Host:
             raise RolloutError(
                 "SGLang did not start",
                 where=WHERE,
-                why=f"{type(error).__name__}: {error}",
+                why=describe_error(error),
                 remedy="see its own messages above; out of memory: lower "
                 "rollout.options.gpu_memory_utilization or batch_size; no memory for the "
                 "cache in addition to the weights: raise it; no kernel: another "
@@ -177,7 +178,7 @@ class Host:
             raise RolloutError(
                 "a call of SGLang failed",
                 where=WHERE,
-                why=f"{type(error).__name__}: {error}",
+                why=describe_error(error),
                 remedy="see its own messages for details",
             ) from error
 

@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from engine_api.errors import RolloutError
 from engine_api.rollout import Completion, FinishReason
 from rollout_fp8.experts import RoutedLayers
+from rollout_fp8.failures import describe_error
 from rollout_fp8.log_probs import require_finite
 from rollout_fp8.vllm import private
 from rollout_fp8.vllm.images import require_prompt
@@ -301,7 +302,7 @@ class Stepper:
             # report.
             with suppress(Exception):
                 self._engine.abort_request([*self._live])
-            self._end(f"{type(error).__name__}: {error}")
+            self._end(describe_error(error))
         else:
             self._end("")
 
@@ -387,7 +388,7 @@ class Stepper:
                 RolloutError(
                     "vLLM refuses a request",
                     where=WHERE,
-                    why=f"{type(error).__name__}: {error}",
+                    why=describe_error(error),
                     remedy="see its message; other generations continue",
                 ),
             )

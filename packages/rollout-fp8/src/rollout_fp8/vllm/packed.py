@@ -20,7 +20,7 @@ ROWS = 1024
 
 
 class PackedReader:
-    """Parameters of a model by name, whether they are still there or only in a packed copy."""
+    """Parameters and buffers of a model by name, whether still there or only in a packed copy."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -31,11 +31,12 @@ class PackedReader:
         Raises:
             RolloutError: the parameter cannot be read back.
         """
-        tensor = self._model.get_parameter(name)
-        if tensor.numel():
-            return tensor
         prefix, _, leaf = name.rpartition(".")
         layer: Any = self._model.get_submodule(prefix)
+        # A parameter or a saved buffer.
+        tensor: Tensor = getattr(layer, leaf)
+        if tensor.numel():
+            return tensor
         method: Any = getattr(layer, "quant_method", None)
         # Widths of tensor-parallel layers, of replicated layers, and of an LM head.
         widths = (

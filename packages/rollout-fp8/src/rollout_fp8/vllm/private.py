@@ -73,7 +73,7 @@ def shut_down(engine: Any) -> None:
 
 
 class ReloadByCopies(TorchDispatchMode):
-    """Context of a reload in which a parameter that a model itself copies into counts as loaded.
+    """Context of a reload in which what a model itself copies into a parameter counts as loaded.
 
     While vLLM reloads, parameters have no memory, and what their ``weight_loader`` is given is kept
     until a layer is whole. gpt-oss copies into sinks and experts without one, which vLLM then loses
@@ -119,16 +119,17 @@ class ReloadByCopies(TorchDispatchMode):
             self._is_loading = False
 
     def _find(self, target: Tensor) -> tuple[Any, str] | None:
-        """Return the layer and the name of a whole parameter."""
+        """Return the layer and the name of a whole parameter or buffer."""
         storage = target.untyped_storage()
         for layer in self._model.modules():
-            for name, parameter in layer.named_parameters(recurse=False):
-                if parameter.untyped_storage() is storage and parameter.shape == target.shape:
+            own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+            for name, tensor in own:
+                if tensor.untyped_storage() is storage and tensor.shape == target.shape:
                     return layer, name
         return None
 
     def _load(self, layer: Any, name: str, source: Tensor) -> None:
-        parameter = layer.get_parameter(name)
+        parameter: Any = getattr(layer, name)
         parameter.weight_loader = weight_utils.default_weight_loader
         parameter.weight_loader = layerwise.make_online_process_loader(layer, name)
         parameter.weight_loader(parameter, source)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from engine_api.errors import EngineError, RolloutError
+from rollout_fp8.failures import describe_error
 
 log = logging.getLogger("rollout_fp8")
 
@@ -76,7 +77,7 @@ class Processes:
             raise RolloutError(
                 "a call of vLLM failed",
                 where=WHERE,
-                why=f"{type(error).__name__}: {error}",
+                why=describe_error(error),
                 remedy="see its own messages for details",
             ) from error
 

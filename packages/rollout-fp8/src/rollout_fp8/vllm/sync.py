@@ -12,6 +12,7 @@ import torch.distributed as dist
 from vllm.lora.request import LoRARequest
 
 from engine_api.codec import decode, encode
+from rollout_fp8.failures import describe_error
 from rollout_fp8.install.adapter_session import LoadedAdapter
 from rollout_fp8.ranks import of_all
 from rollout_fp8.transports.sender import Sender
@@ -54,7 +55,7 @@ class ServedAdapter:
             if not self._engine.add_lora(request):
                 return "vLLM did not load it"
         except Exception as error:  # noqa: BLE001 - a server's loader raises anything; all ranks get it
-            return f"{type(error).__name__}: {error}"
+            return describe_error(error)
         self.request = request
         return ""
 
