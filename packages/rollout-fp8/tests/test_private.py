@@ -24,7 +24,7 @@ def test_each_has_a_thread_or_says_that_none_is_known(file: Path) -> None:
     told = {
         node.name: ast.get_docstring(node)
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     for name, text in told.items():
         if text is None:  # a part of one that has

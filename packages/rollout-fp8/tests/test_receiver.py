@@ -248,8 +248,8 @@ def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
         Receiver(*arguments, derived=["derived"])
 
 
-class _Turns(torch.nn.Module):
-    """Server of experts that are saved as one tensor, of which it holds each one turned."""
+class _Transposes(torch.nn.Module):
+    """Server of experts that are saved as one tensor, and that it holds transposed."""
 
     def __init__(self, *, tp: int = 1, rank: int = 0) -> None:
         super().__init__()
@@ -268,9 +268,9 @@ class _Turns(torch.nn.Module):
                 self.experts.data[expert].copy_(part.t().contiguous())
 
 
-def test_matrices_that_a_server_turns_are_served_and_audited_at_each_sync() -> None:
+def test_matrices_that_a_server_transposes_are_served_and_audited_at_each_sync() -> None:
     weights = {"experts": torch.randn(4, 8, 6), "norm": torch.randn(8)}
-    model: Any = _Turns()
+    model: Any = _Transposes()
     session = SyncSession(InProcess([model]))
     for version in range(2):
         weights = {name: tensor + version for name, tensor in weights.items()}
@@ -279,11 +279,11 @@ def test_matrices_that_a_server_turns_are_served_and_audited_at_each_sync() -> N
         assert torch.equal(model.norm, weights["norm"])
 
 
-def test_the_checksums_of_turned_matrices_add_up_to_those_of_the_saved_tensor() -> None:
+def test_the_checksums_of_transposed_matrices_add_up_to_those_of_the_saved_tensor() -> None:
     weights = {"experts": torch.randn(4, 8, 6), "norm": torch.randn(8)}
     total = 0
     for rank in range(2):
-        model: Any = _Turns(tp=2, rank=rank)
+        model: Any = _Transposes(tp=2, rank=rank)
         stream = stream_of(weights, fp8=False)
         receiver = Receiver(model, stream.plan, model.load_weights)
         receiver.sync(stream, Phases(CPU))
@@ -364,13 +364,13 @@ def test_what_a_server_computes_of_a_weight_is_computed_at_each_sync(in_place: b
         assert not model.cache.any()
 
 
-def test_a_weight_that_a_server_computes_in_another_way_each_time_is_refused() -> None:
-    class Random(_Computes):
+def test_a_change_that_the_trace_does_not_follow_is_refused() -> None:
+    class Adds(_Computes):
         def load_weights(self, weights):
             super().load_weights(weights)
             self.decay.data.add_(1.0)
 
-    model: Any = Random(in_place=False)
+    model: Any = Adds(in_place=False)
     stream = stream_of({"log": torch.randn(6), "scale": torch.randn(1)}, fp8=False)
     with pytest.raises(RolloutError, match="the server rearranges weights after loading"):
         Receiver(model, stream.plan, model.load_weights)
@@ -391,3 +391,71 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_not_taken_for_it() -> None:
     weight = torch.randn(4, 6)
     assert SyncSession(InProcess([model])).run(stream_of({"weight": weight}, fp8=False), 0).audited
     assert torch.equal(model.weight, weight)
+
+
+class _Copies(torch.nn.Module):
+    """Server of one weight that a function copies."""
+
+    def __init__(self, copy: Any, *shape: int) -> None:
+        super().__init__()
+        self.copy = copy
+        self.weight = torch.nn.Parameter(torch.zeros(*shape), requires_grad=False)
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            self.copy(self.weight.data, tensor)
+
+
+def serve(model: Any, weight: torch.Tensor) -> bool:
+    """Sync a weight twice, and return whether both syncs were audited."""
+    session = SyncSession(InProcess([model]))
+    results = [session.run(stream_of({"weight": weight}, fp8=False), one) for one in range(2)]
+    return all(result.audited for result in results)
+
+
+def test_a_model_of_transposed_weights_alone_is_audited() -> None:
+    model = _Copies(lambda to, tensor: to.copy_(tensor.t()), 5, 5)
+    weight = torch.randn(5, 5)
+    assert serve(model, weight)
+    assert torch.equal(model.weight, weight.t())
+
+
+def test_halves_of_every_expert_are_served_apart() -> None:
+    """Their rows are at no one distance in the sent tensor."""
+
+    def copy(to: torch.Tensor, tensor: torch.Tensor) -> None:
+        to[0].copy_(tensor[:, :3])
+        to[1].copy_(tensor[:, 3:])
+
+    model = _Copies(copy, 2, 3, 3, 8)
+    weight = torch.randn(3, 6, 8)
+    assert serve(model, weight)
+    assert torch.equal(model.weight, torch.stack([weight[:, :3], weight[:, 3:]]))
+
+
+def test_a_weight_of_which_a_part_is_computed_is_served_and_not_read_back() -> None:
+    def copy(to: torch.Tensor, tensor: torch.Tensor) -> None:
+        to[:2].copy_(tensor[:2])
+        to[2:].copy_(-torch.exp(tensor[2:]))
+
+    model = _Copies(copy, 4, 6)
+    weight = torch.randn(4, 6)
+    assert not serve(model, weight)
+    assert torch.equal(model.weight, torch.cat([weight[:2], -torch.exp(weight[2:])]))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensor: tensor.clone().abs_(), "aten::abs_"),
+        (lambda tensor: tensor.clone().clamp_(min=0.0), "aten::clamp_"),
+        (lambda tensor: tensor.to(torch.float64).relu_(), "aten::relu_"),
+        (lambda tensor: tensor.zero_(), "aten::zero_"),
+    ],
+    ids=["abs", "clamp", "relu of a cast", "zero"],
+)
+def test_a_change_on_the_way_that_the_marks_do_not_show_is_refused(change: Any, named: str) -> None:
+    model: Any = _Copies(lambda to, tensor: to.copy_(change(tensor)), 4, 6)
+    stream = stream_of({"weight": torch.randn(4, 6)}, fp8=False)
+    with pytest.raises(RolloutError, match=f"{named} changes it on the way"):
+        Receiver(model, stream.plan, model.load_weights)

@@ -342,7 +342,7 @@ class Filler:
 
     def _fits(self, wire_slice: WireSlice, place: Tensor) -> bool:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
-        if place.dtype != wire_slice.tensor.dtype or not has_rows(place):
+        if place.dtype != wire_slice.tensor.dtype or not has_rows(*layouts([place])):
             return False
         try:
             return not self.audit or self._count(wire_slice, place) is not None
@@ -476,7 +476,7 @@ def _in_rows(shard: Tensor) -> Tensor:
 
     The contract does not specify an export's strides.
     """
-    return shard if has_rows(shard) else shard.contiguous()
+    return shard if has_rows(*layouts([shard])) else shard.contiguous()
 
 
 def require_value(value: T | None) -> T:

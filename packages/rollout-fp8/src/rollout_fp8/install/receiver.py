@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import has_rows, layouts
 from rollout_fp8.phases import Phases
 from rollout_fp8.wire.audit import Boxes
-from rollout_fp8.wire.checksum import ChecksumPlan
+from rollout_fp8.wire.checksum import BoundChecksum, ChecksumPlan
 from rollout_fp8.wire.format import (
     BucketPlan,
     PlacingStream,
@@ -52,14 +53,14 @@ class _Copies(NamedTuple):
     sources: list[Tensor]
     bound: BoundCast | None
     """Copies of ``sources``, None if there are none."""
-    others: list[tuple[Region, Tensor, Tensor]]
-    """Sources and targets of what the server holds turned, or computed."""
+    strided: list[tuple[Region, Tensor, Tensor]]
+    """Sources and targets of what the server holds transposed, or computed."""
 
 
-class _Turned(NamedTuple):
-    """A region of a matrix that the server holds turned, and its checksum, for which it is copied.
+class _Transposed(NamedTuple):
+    """A matrix that the server holds transposed, and its checksum, for which it is copied.
 
-    One exists at a time: the experts of a model may be most of its weights.
+    One copy exists at a time: the experts of a model may be most of its weights.
     """
 
     region: Region
@@ -115,20 +116,20 @@ class Receiver:
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
-        self._readable = [
-            region for region in self.regions if region.name not in unlike and not region.functions
+        unread = unlike | {region.name for region in self.regions if region.functions}
+        self._readable = [region for region in self.regions if region.name not in unread]
+        numbers = [
+            number for number, region in enumerate(self._readable) if self._lies_in_rows(region)
         ]
-        views = [region.view(self._read(region.parameter)) for region in self._readable]
-        numbers = [number for number, view in enumerate(views) if has_rows(view)]
         self._straight = [self._readable[number] for number in numbers]
         boxes = [region.box for region in self._straight]
         views = self._views()
         try:
-            self._checksums = ChecksumPlan(layouts(views), boxes, numbers)
-            self._turned = [
-                self._plan_turned(region, number)
-                for number, region in enumerate(self._readable)
-                if number not in numbers
+            self._checksums = ChecksumPlan(layouts(views), boxes, numbers) if views else None
+            self._transposed = [
+                transposed
+                for number in sorted({*range(len(self._readable))}.difference(numbers))
+                for transposed in self._plan_transposed(self._readable[number], number)
             ]
         except ValueError as error:
             raise RolloutError(
@@ -142,7 +143,9 @@ class Receiver:
             self._read(region.parameter).dtype != plan.tensors[region.name].dtype
             for region in self._straight
         )
-        self._live = None if self._packed or copied else self._checksums.bind(views)
+        self._live: BoundChecksum | None = None
+        if self._checksums is not None and not self._packed and not copied:
+            self._live = self._checksums.bind(views)
 
     @property
     def boxes(self) -> Boxes:
@@ -189,15 +192,18 @@ class Receiver:
         if self._live is None:
             if not self._packed:
                 self._check_places()
-            self._checksums.run(self._views(), sums)
+            if self._checksums is not None:
+                self._checksums.run(self._views(), sums)
         else:
             # The kernels read tensors that are kept, and were in their places at the sync before,
             # while the host looks where the server's are.
             self._live.run(sums)
             self._check_places()
-        for region, checksums in self._turned:
-            part = self._sent(region, self._read(region.parameter))
-            checksums.run([part.contiguous()], sums)
+        name = ""
+        for region, checksums in self._transposed:
+            if region.parameter != name:
+                name, parameter = region.parameter, self._read(region.parameter)
+            checksums.run([self._sent(region, parameter).contiguous()], sums)
         return sums
 
     def find(self, wire_slice: WireSlice) -> Tensor | None:
@@ -236,10 +242,26 @@ class Receiver:
         }
         return [self._sent(region, parameters[region.parameter]) for region in self._straight]
 
-    def _plan_turned(self, region: Region, number: int) -> _Turned:
+    def _lies_in_rows(self, region: Region) -> bool:
         dtype = self._plan.tensors[region.name].dtype
-        part = torch.empty(region.box.shape, dtype=dtype, device=self._device)
-        return _Turned(region, ChecksumPlan(layouts([part]), [region.box], [number]))
+        return has_rows((region.box.shape, region.stride, dtype, self._device))
+
+    def _plan_transposed(self, region: Region, number: int) -> Iterator[_Transposed]:
+        """Yield the matrices of a region, which may have an axis of experts."""
+        dtype = self._plan.tensors[region.name].dtype
+        box = region.box
+        first, *rest = box.shape
+        count = first if len(rest) > 1 else 1
+        shape = (first // count, *rest)
+        stride = torch.empty(shape, device="meta").stride()
+        for index in range(count):
+            part = replace(
+                region,
+                box=replace(box, offset=(box.offset[0] + index, *box.offset[1:]), shape=shape),
+                offset=region.offset + index * region.stride[0],
+            )
+            plan = ChecksumPlan([(shape, stride, dtype, self._device)], [part.box], [number])
+            yield _Transposed(part, plan)
 
     def _sent(self, region: Region, parameter: Tensor) -> Tensor:
         """Return the tensor at a region, in the dtype in which it came.
@@ -278,23 +300,23 @@ class Receiver:
         copies = self._copies.get(key)
         if copies is None or copies.bucket is not bucket:
             plain: list[tuple[Region, Tensor, Tensor]] = []
-            others: list[tuple[Region, Tensor, Tensor]] = []
+            strided: list[tuple[Region, Tensor, Tensor]] = []
             for wire_slice in bucket.slices:
                 part = wire_slice.view(buffer)
                 for one in self._pairs(wire_slice.tensor.name, wire_slice.box, part):
-                    region, _, target = one
-                    is_plain = has_rows(target) and not region.functions
-                    (plain if is_plain else others).append(one)
+                    region, *ends = one
+                    is_plain = all(map(has_rows, layouts(ends))) and not region.functions
+                    (plain if is_plain else strided).append(one)
             sources = [source for _, source, _ in plain]
             targets = [target for _, _, target in plain]
             # Under tensor parallelism a bucket may hold nothing that this worker serves.
             bound: BoundCast | None = None
             if sources:
                 bound = CastPlan(layouts(sources), layouts(targets)).bind(targets)
-            copies = self._copies[key] = _Copies(bucket, sources, bound, others)
+            copies = self._copies[key] = _Copies(bucket, sources, bound, strided)
         if copies.bound is not None:
             copies.bound.run(copies.sources)
-        for region, source, target in copies.others:
+        for region, source, target in copies.strided:
             target.copy_(region.compute(source))
 
     def _pairs(
@@ -318,6 +340,8 @@ class Receiver:
         try:
             with torch.no_grad(), trace:
                 self._load(trace.watch(marks(self._plan, self._device, self._seed)))
+        except EngineError:
+            raise
         # A server's loader may raise anything.
         except Exception as error:
             raise RolloutError(
@@ -332,7 +356,7 @@ class Receiver:
             for name in self._plan.tensors
             if name not in known
         ]
-        # What no checkpoint has may be a buffer, and is no parameter.
+        # Buffers may be missing from a checkpoint, and parameters may not.
         every = [name for name, _ in model.named_parameters() if name not in self._derived]
         problems += uncovered(trace, every)
         problems += misfits(trace, self._plan.tensors, {} if self._packed else live)

@@ -104,7 +104,7 @@ class LoaderTrace(TorchDispatchMode):
 
     @property
     def regions(self) -> list[Region]:
-        """The regions in the order of the copies."""
+        """The regions, in the order of the first copies."""
         return list(self._regions.values())
 
     @property
@@ -131,15 +131,20 @@ class LoaderTrace(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.copy_.default and self._current is not None:
-            self._record(args[0], args[1])
+        name = func.name()
+        operator = name.partition(".")[0]
+        if self._current is not None and operator.endswith("_") and not operator.endswith("__"):
+            if operator == "aten::copy_":
+                self._record(args[0], args[1])
+            else:
+                self._mark_changed(args[0], operator)
         result = func(*args, **(kwargs or {}))
         if self._current is not None and isinstance(result, Tensor):
-            name = func.name()
             if name == "aten::clone":
                 self._follow(args[0], result)
             elif name == "aten::_to_copy":
-                self._follow(args[0], result, Cast(result.dtype))
+                is_cast = result.dtype != args[0].dtype
+                self._follow(args[0], result, *([Cast(result.dtype)] if is_cast else []))
             elif name in _FUNCTIONS:
                 self._follow(args[0], result, _FUNCTIONS[name])
         return result
@@ -155,21 +160,34 @@ class LoaderTrace(TorchDispatchMode):
         self.layouts = {name: (t.shape, t.stride(), t.dtype) for name, t in parameters.items()}
 
     def _follow(self, source: Tensor, copy: Tensor, *functions: Function) -> None:
-        """Note where the elements of a contiguous copy come from: loaders turn matrices so."""
+        """Note where the elements of a contiguous copy come from: loaders transpose by copies."""
         origin = self._origins.get(_storage(source))
         if origin is not None and copy.is_contiguous():
             part = origin.find(source)
             if part is not None:
                 every = (*origin.functions, *functions)
-                self._origins[_storage(copy)] = _Origin(tensor=copy, part=part, functions=every)
+                self._origins[_storage(copy)] = replace(
+                    origin, tensor=copy, part=part, functions=every
+                )
+
+    def _mark_changed(self, target: Tensor, operator: str) -> None:
+        """Note that a tensor no longer holds what came: the marks may not show it."""
+        storage = _storage(target)
+        if storage in self._origins:
+            self._origins[storage] = replace(self._origins[storage], changed_by=operator)
 
     def _record(self, target: Tensor, source: Tensor) -> None:
         assert self._current is not None
         name, whole = self._current
         owner = self._owners.get(_storage(target))
         origin = self._origins.get(_storage(source))
-        if owner is None or origin is None:
+        if owner is None:
+            self._mark_changed(target, "aten::copy_")
             return
+        if origin is None:
+            return
+        if origin.changed_by:
+            raise _unknown(name, f"{origin.changed_by} changes it on the way")
         parameter, tensor = owner
         part = origin.find(source)
         axes = None if part is None else _find_axes(part.shape, part.stride, part.offset, whole)
@@ -194,7 +212,8 @@ class LoaderTrace(TorchDispatchMode):
         )
         # A region counts once: a loader that copies something twice does not fill more by it.
         self._regions[region] = replace(region, functions=_reduce(origin.functions, tensor.dtype))
-        if target.shape == tensor.shape == source.shape and tensor.is_contiguous():
+        is_whole = target.shape == tensor.shape == source.shape and tensor.is_contiguous()
+        if is_whole and target.stride() == tensor.stride():
             self._origins[_storage(tensor)] = replace(origin, tensor=tensor, part=part)
 
 
@@ -224,7 +243,9 @@ class _Origin:
     tensor: Tensor
     part: _Part
     functions: tuple[Function, ...] = ()
-    """What was computed of them, one after another."""
+    """Functions by which it was computed from them, in their order."""
+    changed_by: str = ""
+    """Operator that has changed it in place since."""
 
     def find(self, view: Tensor) -> _Part | None:
         """Return the wire tensor's elements in a view.
@@ -260,7 +281,7 @@ def _find_axes(
     axes: list[int | None] = []
     for size, step in zip(shape, stride, strict=True):
         axis = by_step.get(step) if size > 1 else None
-        if size > 1 and (axis is None or index[axis] + size > whole.shape[axis]):
+        if size > 1 and (axis is None or axis in axes or index[axis] + size > whole.shape[axis]):
             return None
         axes.append(axis)
     return axes
@@ -269,8 +290,8 @@ def _find_axes(
 def _locate(start: int, whole: Tensor) -> tuple[int, ...]:
     """Return the index of an element of ``whole`` (contiguous) by its number."""
     index: list[int] = []
-    for step in whole.stride():
-        index.append(start // step if step else 0)
+    for size, step in zip(whole.shape, whole.stride(), strict=True):
+        index.append(start // step if size > 1 else 0)
         start -= index[-1] * step
     return tuple(index)
 

@@ -150,10 +150,10 @@ def rows_of(layout: Layout) -> Rows:
     return Rows(rows=prod(shape[:-1]), columns=columns, stride=dims[-1][1] if dims else columns)
 
 
-def has_rows(tensor: Tensor) -> bool:
-    """Return whether a tensor's rows are at one distance (see ``rows_of``)."""
+def has_rows(layout: Layout) -> bool:
+    """Return whether the rows of a layout are at one distance (see ``rows_of``)."""
     try:
-        rows_of(*layouts([tensor]))
+        rows_of(layout)
     except ValueError:
         return False
     return True

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.sample import rejection_sampler
 
+from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
 
 # Parameters of latent attention that no checkpoint has.
@@ -106,33 +107,44 @@ class ReloadByCopies(TorchDispatchMode):
         if is_copy and args[0].is_meta and not args[1].is_meta:
             found = self._find(args[0])
             if found is not None:
-                self._load(*found, args[1])
+                self._load(*found, args[0], args[1])
                 return args[0]
         return func(*args, **(kwargs or {}))
 
     def _count_loaded(self, *arguments: Any) -> tuple[int, object]:
         """Do ``get_numel_loaded``, in which a loader's copies are counted."""
-        self._is_loading = True
+        former, self._is_loading = self._is_loading, True
         try:
             return self._count(*arguments)
         finally:
-            self._is_loading = False
+            self._is_loading = former
 
     def _find(self, target: Tensor) -> tuple[Any, str] | None:
-        """Return the layer and the name of a whole parameter or buffer."""
+        """Return the layer and the name of the parameter or buffer that a tensor is in."""
         storage = target.untyped_storage()
         for layer in self._model.modules():
             own = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
             for name, tensor in own:
-                if tensor.untyped_storage() is storage and tensor.shape == target.shape:
+                if tensor.untyped_storage() is storage:
                     return layer, name
         return None
 
-    def _load(self, layer: Any, name: str, source: Tensor) -> None:
+    def _load(self, layer: Any, name: str, target: Tensor, source: Tensor) -> None:
         parameter: Any = getattr(layer, name)
+        if _place_of(target) != _place_of(parameter):
+            raise RolloutError(
+                "vLLM would lose a weight in a reload",
+                where="vLLM's loader",
+                why=f"{type(layer).__name__} copies into a part of its {name} without a loader",
+                remedy="this model family cannot be synced into vLLM; use rollout.name=local",
+            )
         parameter.weight_loader = weight_utils.default_weight_loader
         parameter.weight_loader = layerwise.make_online_process_loader(layer, name)
         parameter.weight_loader(parameter, source)
+
+
+def _place_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 def name_loaders(model: Any) -> None:
