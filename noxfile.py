@@ -784,9 +784,9 @@ def newest(session: nox.Session) -> None:
     packages in constraints/behind.toml come afterwards, each with its own newest versions.
     """
     behind = {
-        folder: load_behind()[project(folder)["name"]]
+        folder: versions
         for folder in packages()
-        if project(folder)["name"] in load_behind()
+        if (versions := load_behind().get(project(folder)["name"]))
     }
     together = [folder for folder in packages() if folder not in behind]
     chosen = with_versions(session, "newest", {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, groupby
 from typing import NamedTuple
 
 import torch
@@ -118,9 +118,8 @@ class Receiver:
         unlike = self._unlike_marks()
         unread = unlike | {region.name for region in self.regions if region.functions}
         self._readable = [region for region in self.regions if region.name not in unread]
-        numbers = [
-            number for number, region in enumerate(self._readable) if self._lies_in_rows(region)
-        ]
+        in_rows = [self._lies_in_rows(region) for region in self._readable]
+        numbers = [number for number, is_straight in enumerate(in_rows) if is_straight]
         self._straight = [self._readable[number] for number in numbers]
         boxes = [region.box for region in self._straight]
         views = self._views()
@@ -128,8 +127,9 @@ class Receiver:
             self._checksums = ChecksumPlan(layouts(views), boxes, numbers) if views else None
             self._transposed = [
                 transposed
-                for number in sorted({*range(len(self._readable))}.difference(numbers))
-                for transposed in self._plan_transposed(self._readable[number], number)
+                for number, region in enumerate(self._readable)
+                if not in_rows[number]
+                for transposed in self._plan_transposed(region, number)
             ]
         except ValueError as error:
             raise RolloutError(
@@ -199,11 +199,10 @@ class Receiver:
             # while the host looks where the server's are.
             self._live.run(sums)
             self._check_places()
-        name = ""
-        for region, checksums in self._transposed:
-            if region.parameter != name:
-                name, parameter = region.parameter, self._read(region.parameter)
-            checksums.run([self._sent(region, parameter).contiguous()], sums)
+        for name, parts in groupby(self._transposed, lambda one: one.region.parameter):
+            parameter = self._read(name)
+            for region, checksums in parts:
+                checksums.run([self._sent(region, parameter).contiguous()], sums)
         return sums
 
     def find(self, wire_slice: WireSlice) -> Tensor | None:
@@ -251,10 +250,10 @@ class Receiver:
         dtype = self._plan.tensors[region.name].dtype
         box = region.box
         first, *rest = box.shape
-        count = first if len(rest) > 1 else 1
-        shape = (first // count, *rest)
+        matrices = first if len(rest) > 1 else 1
+        shape = (first // matrices, *rest)
         stride = torch.empty(shape, device="meta").stride()
-        for index in range(count):
+        for index in range(matrices):
             part = replace(
                 region,
                 box=replace(box, offset=(box.offset[0] + index, *box.offset[1:]), shape=shape),
