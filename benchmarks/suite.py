@@ -484,7 +484,9 @@ STEPS = {
     "fp8-training": fp8_training(
         "fsdp2-bf16", "megatron-bf16", "megatron-local-bf16", "megatron-fp8"
     ),
-    "fp8-training-fsdp2": fp8_training("fsdp2-bf16", "fsdp2-rowwise-fp8", "fsdp2-tensorwise-fp8"),
+    "fp8-training-fsdp2": replace(
+        fp8_training("fsdp2-bf16", "fsdp2-rowwise-fp8", "fsdp2-tensorwise-fp8"), backend="fsdp2"
+    ),
     "throughput-8b": throughput("vllm", "qwen3-8b", 580),
     # 512 sequences of up to 8,192 tokens.
     "throughput-8b-cache": throughput(

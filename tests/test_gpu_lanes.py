@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import gpu_lanes
 from gpu_jobs import TESTS
 from gpu_lanes import Job, Lanes, Running, check_environments, read_jobs
 
@@ -36,12 +37,18 @@ def made(tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
-def run(tmp_path: Path, *jobs: Job, seconds: float = 300, **environments: dict[str, str]) -> Lanes:
+def run(
+    tmp_path: Path,
+    *jobs: Job,
+    seconds: float = 300,
+    devices: Sequence[str] = ("0", "1"),
+    **environments: dict[str, str],
+) -> Lanes:
     lanes = Lanes(
         waiting=list(jobs),
         environments=environments,
         output=tmp_path,
-        devices=2,
+        devices=devices,
         lanes=2,
         deadline=time.monotonic() + seconds,
     )
@@ -68,6 +75,20 @@ def test_jobs_that_share_gpus_run_first_and_see_all_of_them(
     assert {one[2], other[2]} == {"0", "1"}
     assert both[2] == "0,1"
     assert both[0] > max(one[1], other[1])
+
+
+def test_lanes_have_the_gpus_that_this_process_may_use(
+    tmp_path: Path, made: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_lanes.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-1")
+    devices = gpu_lanes.find_devices()
+    assert devices == ["3", "GPU-1"]
+    run(tmp_path, made("shares"), made("alone", gpus=1), made("both", gpus=2), devices=devices)
+    seen = [told(tmp_path, name)[2] for name in ("shares", "alone", "both")]
+    assert seen == ["3,GPU-1", "3", "3,GPU-1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpu_lanes.find_devices() == ["0", "1"]
 
 
 def is_gone(pid: int) -> bool:

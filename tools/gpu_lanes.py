@@ -16,7 +16,8 @@ JSON list in its order. A job is an object:
 
 A job that wants more GPUs than there are is not started. When this program ends, for whatever
 reason, so do its jobs. ``{limit}`` in a command stands for nine tenths of the seconds that it has.
-Nothing is repeated. The exit status is 1 if a job did not end with 0, or was not started.
+Nothing is repeated. With ``CUDA_VISIBLE_DEVICES`` it uses those GPUs alone, so that two of these
+programs can share a host. The exit status is 1 if a job did not end with 0, or was not started.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Running:
     process: subprocess.Popen[bytes]
     begin: float
     end: float
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]
     was_stopped: bool = False
     started_by_it: list[psutil.Process] = field(default_factory=list[psutil.Process])
     """Its processes in groups of their own, when it was stopped."""
@@ -96,7 +97,7 @@ class Lanes:
         waiting: jobs in the order in which they start.
         environments: variables by the name of an environment.
         output: the folder of logs.
-        devices: the number of GPUs.
+        devices: the GPUs, as ``CUDA_VISIBLE_DEVICES`` names them.
         lanes: jobs that share GPUs at a time.
         deadline: the time on `time.monotonic` at which all end.
     """
@@ -104,7 +105,7 @@ class Lanes:
     waiting: list[Job]
     environments: Mapping[str, Mapping[str, str]]
     output: Path
-    devices: int
+    devices: Sequence[str]
     lanes: int
     deadline: float
     running: list[Running] = field(default_factory=list[Running])
@@ -130,7 +131,7 @@ class Lanes:
         """Return the next job that can start now, and take it and those that cannot any more."""
         for job in list(self.waiting):
             left = self.deadline - time.monotonic()
-            if left < max(job.least, 1) or job.gpus > self.devices:
+            if left < max(job.least, 1) or job.gpus > len(self.devices):
                 self.waiting.remove(job)
                 self._note(job, "not started", 0)
                 continue
@@ -146,14 +147,14 @@ class Lanes:
         sharing_waits = any(not one.gpus for one in self.waiting)
         return not sharing and not sharing_waits and len(self._free()) >= job.gpus
 
-    def _free(self) -> list[int]:
+    def _free(self) -> list[str]:
         taken = {device for one in self.running for device in one.devices}
-        return [device for device in range(self.devices) if device not in taken]
+        return [device for device in self.devices if device not in taken]
 
     def _start(self, job: Job) -> None:
         # Commands that share all GPUs put most of their work on the first one that they see.
-        turn = self.started % self.devices
-        order = [*range(turn, self.devices), *range(turn)]
+        turn = self.started % len(self.devices)
+        order = [*self.devices[turn:], *self.devices[:turn]]
         devices = tuple(self._free()[: job.gpus]) if job.gpus else ()
         seconds = min(job.seconds, self.deadline - time.monotonic())
         command = [word.replace("{limit}", str(int(0.9 * seconds))) for word in job.command]
@@ -161,7 +162,7 @@ class Lanes:
         if job.environment:
             variables |= self.environments[job.environment]
         variables |= job.variables
-        visible = ",".join(map(str, devices or order))
+        visible = ",".join(devices or order)
         with (self.output / f"{job.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -230,6 +231,13 @@ def check_environments(jobs: Sequence[Job], environments: Collection[str]) -> No
             )
 
 
+def find_devices() -> list[str]:
+    """Return the GPUs that torch can use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in given.split(",")][:count]
+
+
 def end_by(signal_number: int, _: object) -> None:
     """End this program, and with it its jobs, by an exception."""
     sys.exit(128 + signal_number)
@@ -247,7 +255,7 @@ def main() -> int:
     jobs = read_jobs(options.jobs)
     environments = json.loads(options.environments.read_text()) if options.environments else {}
     check_environments(jobs, environments)
-    devices = torch.cuda.device_count()
+    devices = find_devices()
     if not devices:
         parser.error("expected a host with GPUs, got none that torch can use")
     options.output.mkdir(parents=True, exist_ok=True)
