@@ -8,10 +8,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from engine_api import heartbeat
 from engine_api.codec import CodecError
@@ -122,6 +124,36 @@ def test_who_leaves_after_a_rank_was_lost_aborts_its_groups(monkeypatch, lost):
     watch._gone.update(lost)
     heartbeat.Membership(watch).leave()
     assert aborted == [True] * len(lost)
+
+
+class Group:
+    """A group whose abort ends when all have begun, as where NCCL's kernels wait for each other."""
+
+    def __init__(self, all_begun, error=None):
+        self.all_begun = all_begun
+        self.error = error
+
+    def abort(self):
+        self.all_begun.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+
+
+def test_groups_are_aborted_at_once(monkeypatch):
+    all_begun = threading.Barrier(3)
+    groups = dict.fromkeys(Group(all_begun) for _ in range(3))
+    monkeypatch.setattr(distributed_c10d, "_pg_names", groups)
+    heartbeat.abort_groups()
+
+
+def test_an_abort_that_fails_does_not_keep_other_groups_from_theirs(monkeypatch):
+    all_begun = threading.Barrier(2)
+    failing = RuntimeError("no such communicator")
+    groups = dict.fromkeys([Group(all_begun, failing), Group(all_begun)])
+    monkeypatch.setattr(distributed_c10d, "_pg_names", groups)
+    with pytest.raises(ExceptionGroup) as caught:
+        heartbeat.abort_groups()
+    assert caught.value.exceptions == (failing,)
 
 
 def test_an_abandoned_export_closes_what_it_reads():

@@ -9,52 +9,56 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine_torchtitan.parallel import connect_stages
+from engine_torchtitan.parallel import connect_stages, list_ways
 from engine_torchtitan.pipeline import list_work
 
 
 class Stage:
-    """A stage's place in a pipeline of one rank each."""
+    """A stage's place in a pipeline of one rank each. Groups are named by their ways."""
 
-    pp_group = "states"
-    gradient_group = "gradients"
+    pp_group = "all"
 
     def __init__(self, stage: int, pp: int) -> None:
         self.stage = stage
         self.pp = pp
+        self.ways = {way: way for way in list_ways(pp)}
 
     def rank_of(self, stage: int) -> int:
         """Return the stage, which is the rank."""
         return stage
 
 
-def list_ways(stages: int) -> set[tuple[str, int, int]]:
-    """Return the group, the sender and the receiver of each message of a step."""
-    found: set[tuple[str, int, int]] = set()
+def find_ways(stages: int) -> set[tuple[int, int]]:
+    """Return the sender and the receiver of each message of a step."""
+    found: set[tuple[int, int]] = set()
     for stage in range(stages):
         for kind, _ in list_work(stage, stages, 2 * stages):
             if kind == "forward" and stage < stages - 1:
-                found.add(("states", stage, stage + 1))
+                found.add((stage, stage + 1))
             if kind == "backward" and stage:
-                found.add(("gradients", stage, stage - 1))
+                found.add((stage, stage - 1))
     # A weight that both ends hold.
-    return found | {("states", 0, stages - 1), ("gradients", stages - 1, 0)}
+    return found | {(0, stages - 1), (stages - 1, 0)}
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_each_way_of_a_message_is_taken_once_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
-    sent: Counter[tuple[str, int, int]] = Counter()
-    received: Counter[tuple[str, int, int]] = Counter()
+    sent: Counter[tuple[int, int]] = Counter()
+    received: Counter[tuple[int, int]] = Counter()
     broadcasts: list[tuple[str, int]] = []
     for stage in range(stages):
 
-        def send(_: torch.Tensor, to: int, group: str, stage: int = stage) -> None:
-            sent[group, stage, to] += 1
+        def send(_: torch.Tensor, to: int, group: tuple[int, int], stage: int = stage) -> None:
+            assert group == (stage, to), "each way has a group of its own"
+            sent[group] += 1
 
-        def receive(_: torch.Tensor, sender: int, group: str, stage: int = stage) -> None:
-            received[group, sender, stage] += 1
+        def receive(
+            _: torch.Tensor, sender: int, group: tuple[int, int], stage: int = stage
+        ) -> None:
+            assert group == (sender, stage), "each way has a group of its own"
+            received[group] += 1
 
         def broadcast(_: torch.Tensor, source: int, group: str) -> None:
             broadcasts.append((group, source))
@@ -64,14 +68,15 @@ def test_each_way_of_a_message_is_taken_once_before_the_first_step(
         monkeypatch.setattr(dist, "broadcast", broadcast)
         place: Any = Stage(stage, stages)
         connect_stages(place, torch.device("cpu"))
-    assert set(sent) == list_ways(stages)
+    assert set(sent) == find_ways(stages)
     assert sent == received
     assert set(sent.values()) == {1}
-    assert broadcasts == [("states", stages - 1)] * stages
+    assert broadcasts == [("all", stages - 1)] * stages
 
 
 def test_one_stage_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "send", None)
     monkeypatch.setattr(dist, "broadcast", None)
     place: Any = Stage(0, 1)
+    assert not place.ways
     connect_stages(place, torch.device("cpu"))

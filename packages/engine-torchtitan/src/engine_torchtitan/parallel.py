@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine_api.results import Topology
 from engine_torch.parallel import find_shard_size, set_timeouts
 from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
 
-__all__ = ["Layout", "build_layout", "connect_stages", "limit_groups"]
+__all__ = ["Layout", "build_layout", "connect_stages", "limit_groups", "list_ways"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,13 @@ class Layout:
     pp: int
     """Number of stages of the pipeline."""
 
-    gradient_group: Any
-    """Process group of the stages for gradients, or None without a pipeline."""
+    ways: Mapping[tuple[int, int], Any]
+    """Process groups of two ranks for messages, by the stages of sender and receiver.
+
+    Those of other stages are None. A group for several ways would have several communicators, of
+    which torch aborts one after another. On a GPU the first abort would wait for the kernels of the
+    others, where a stage waits for one that has failed.
+    """
 
     @property
     def ranks_per_stage(self) -> int:
@@ -65,7 +71,10 @@ class Layout:
 
     @property
     def pp_group(self) -> Any:
-        """Process group of the ranks with the stages of this rank's documents, or None."""
+        """Process group of the ranks with the stages of this rank's documents, or None.
+
+        It is for collectives alone.
+        """
         return self.dims.get_mesh("pp").get_group() if self.pp > 1 else None
 
     def rank_of(self, stage: int) -> int:
@@ -105,14 +114,16 @@ class Layout:
         return self.topology.rank // self.tp % self.cp
 
 
-# Meshes, and the group for gradients of a pipeline, by default group, device and sizes. DTensor
+# Meshes, and the groups for messages of a pipeline, by default group, device and sizes. DTensor
 # keeps the first of several equal meshes in its caches, so a mesh's groups cannot be destroyed
 # while the process goes on. Reused, they do not pile up with each engine.
-_DIMS: dict[tuple[Any, ...], tuple[ParallelDims, Any]] = {}
+_DIMS: dict[tuple[Any, ...], tuple[ParallelDims, Mapping[tuple[int, int], Any]]] = {}
 
 
-def _build_dims(device_type: str, sizes: dict[str, Any]) -> tuple[ParallelDims, Any]:
-    """Return torchtitan's meshes of these sizes and the group for gradients of a pipeline.
+def _build_dims(
+    device_type: str, sizes: dict[str, Any]
+) -> tuple[ParallelDims, Mapping[tuple[int, int], Any]]:
+    """Return torchtitan's meshes of these sizes and the groups for messages of a pipeline.
 
     They are the same ones at each call.
     """
@@ -124,16 +135,28 @@ def _build_dims(device_type: str, sizes: dict[str, Any]) -> tuple[ParallelDims, 
         dims = ParallelDims(**sizes, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND)
         with building_meshes_for(device_type):
             dims.build_mesh()
-        _DIMS[key] = dims, _build_gradient_group(sizes["pp"])
+        _DIMS[key] = dims, _build_ways(sizes["pp"])
     return _DIMS[key]
 
 
-def _build_gradient_group(stages: int) -> Any:
-    """Return a second group of the ranks with the stages of this rank's documents, or None."""
-    if stages == 1:
-        return None
-    rows = torch.arange(dist.get_world_size()).view(stages, -1).T.tolist()
-    return dist.new_subgroups_by_enumeration(rows)[0]
+def list_ways(stages: int) -> list[tuple[int, int]]:
+    """Return the stages of sender and receiver of each way that a pipeline's messages take.
+
+    Hidden states go to the next stage, and gradients to the one before. The first stage and the
+    last one may hold one weight, whose gradients they add.
+    """
+    last = stages - 1
+    pairs = [*((stage, stage + 1) for stage in range(last)), *([(0, last)] if last > 1 else [])]
+    return [way for one, other in pairs for way in ((one, other), (other, one))]
+
+
+def _build_ways(stages: int) -> dict[tuple[int, int], Any]:
+    """Return the process groups for messages by way. All ranks call it."""
+    ranks = torch.arange(dist.get_world_size()).view(stages, -1)
+    return {
+        way: dist.new_subgroups_by_enumeration(ranks[list(way)].T.tolist())[0]
+        for way in list_ways(stages)
+    }
 
 
 def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
@@ -173,7 +196,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         is_primary=rank >= world - per_stage and rank % (tp * cp) == 0,
         sizes=sizes,
     )
-    dims, gradient_group = _build_dims(device_type, sizes)
+    dims, ways = _build_dims(device_type, sizes)
     return Layout(
         dims=dims,
         topology=topology,
@@ -181,7 +204,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         cp=cp,
         ep=parallelism.ep,
         pp=pp,
-        gradient_group=gradient_group,
+        ways=ways,
     )
 
 
@@ -190,7 +213,7 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     experts = [] if layout.expert_mesh is None else [layout.expert_mesh]
     meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    set_timeouts([*groups, layout.gradient_group], device_type, timeout_s)
+    set_timeouts([*groups, *layout.ways.values()], device_type, timeout_s)
 
 
 def connect_stages(layout: Layout, device: torch.device) -> None:
@@ -201,22 +224,14 @@ def connect_stages(layout: Layout, device: torch.device) -> None:
     """
     if layout.pp == 1:
         return
-    last = layout.pp - 1
-    # Both ends may hold one weight, whose gradients they add.
-    pairs = [*((stage, stage + 1) for stage in range(last)), *([(0, last)] if last > 1 else [])]
-    for pair in pairs:
-        # Hidden states go to the next stage, and gradients to the one before.
-        for group, (sender, receiver) in (
-            (layout.pp_group, pair),
-            (layout.gradient_group, pair[::-1]),
-        ):
-            message = torch.zeros(1, device=device)
-            if layout.stage == sender:
-                dist.send(message, layout.rank_of(receiver), group)
-            elif layout.stage == receiver:
-                dist.recv(message, layout.rank_of(sender), group)
+    for (sender, receiver), group in layout.ways.items():
+        message = torch.zeros(1, device=device)
+        if layout.stage == sender:
+            dist.send(message, layout.rank_of(receiver), group)
+        elif layout.stage == receiver:
+            dist.recv(message, layout.rank_of(sender), group)
     # Outputs and exported weights are broadcast.
-    dist.broadcast(torch.zeros(1, device=device), layout.rank_of(last), layout.pp_group)
+    dist.broadcast(torch.zeros(1, device=device), layout.rank_of(layout.pp - 1), layout.pp_group)
 
 
 def _refuse_experts(ep: int, ranks: int) -> None:

@@ -228,8 +228,8 @@ class Pipeline:
     """This rank's stage, with its messages to and from other stages.
 
     Messages do not wait for the rank that takes them, once ``parallel.connect_stages`` has been
-    called. Hidden states travel in one group and gradients in another, because messages of both
-    directions in one group would wait for each other on a GPU.
+    called. Each way has a group of its own (``Layout.ways``): messages of both directions in one
+    group would wait for each other on a GPU.
 
     Args:
         module: the stage, wrapped by ``fully_shard``.
@@ -296,7 +296,7 @@ class Pipeline:
                 torch.autograd.backward(result, gradient)
             if received is not None:
                 assert received.grad is not None, "the states are the input of every block"
-                sent.append(self._send(received.grad, -1, self.layout.gradient_group))
+                sent.append(self._send(received.grad, -1))
         _wait(sent)
 
     def _forward(
@@ -312,7 +312,7 @@ class Pipeline:
         outputs = self.module(inputs, needs, temperature, received)
         if self.layout.is_last:
             return outputs, None
-        return outputs, self._send(outputs[0].detach(), 1, self.layout.pp_group)
+        return outputs, self._send(outputs[0].detach(), 1)
 
     def _receive_states(self, inputs: PackedInputs, *, requires_grad: bool) -> Tensor | None:
         """Return the hidden states that the stage before has sent, or None on the first stage."""
@@ -320,22 +320,29 @@ class Pipeline:
             return None
         shape = self.module.shape_of_states(inputs)
         states = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._receive(states, -1, self.layout.pp_group)
+        self._receive(states, -1)
         return states.requires_grad_(requires_grad)
 
     def _receive_gradient(self, states: Tensor) -> Tensor:
         """Return the gradient of hidden states, which the stage behind has sent."""
         gradient = torch.empty_like(states, requires_grad=False).contiguous()
-        self._receive(gradient, 1, self.layout.gradient_group)
+        self._receive(gradient, 1)
         return gradient
 
-    def _send(self, values: Tensor, step: int, group: Any) -> tuple[Any, Tensor]:
+    def _send(self, values: Tensor, step: int) -> tuple[Any, Tensor]:
         """Begin to send values to a neighbour, and return the work with what it reads."""
-        values = values.contiguous()
-        return dist.isend(values, self.layout.rank_of(self.layout.stage + step), group), values
+        return self._send_to(self.layout.stage + step, values.contiguous())
 
-    def _receive(self, values: Tensor, step: int, group: Any) -> None:
-        dist.recv(values, self.layout.rank_of(self.layout.stage + step), group)
+    def _receive(self, values: Tensor, step: int) -> None:
+        self._receive_from(self.layout.stage + step, values)
+
+    def _send_to(self, stage: int, values: Tensor) -> tuple[Any, Tensor]:
+        group = self.layout.ways[self.layout.stage, stage]
+        return dist.isend(values, self.layout.rank_of(stage), group), values
+
+    def _receive_from(self, stage: int, values: Tensor) -> None:
+        group = self.layout.ways[stage, self.layout.stage]
+        dist.recv(values, self.layout.rank_of(stage), group)
 
     def spread(self, values: Tensor) -> Tensor:
         """Give every stage the values that the last stage has, in place."""
@@ -347,18 +354,16 @@ class Pipeline:
 
         Both of them call it. A sum of two has the same bits on both.
         """
-        layout = self.layout
         own = gradient.to(self.device).contiguous()
         other = torch.empty_like(own)
-        there, here = layout.pp_group, layout.gradient_group
         # Both ranks come to the two messages in one order, as NCCL wants it.
-        if layout.is_first:
-            work = dist.isend(own, layout.rank_of(layout.pp - 1), there)
-            dist.recv(other, layout.rank_of(layout.pp - 1), here)
+        if self.layout.is_first:
+            work = self._send_to(self.layout.pp - 1, own)
+            self._receive_from(self.layout.pp - 1, other)
         else:
-            dist.recv(other, layout.rank_of(0), there)
-            work = dist.isend(own, layout.rank_of(0), here)
-        _wait([(work, own)])
+            self._receive_from(0, other)
+            work = self._send_to(0, own)
+        _wait([work])
         gradient.copy_(own + other)
 
 
