@@ -69,3 +69,42 @@ def test_an_override_of_such_a_count_is_refused_before_it_is_set() -> None:
     with pytest.raises(ConfigError, match="expected at most 131,072 as num_labels, got 135,072"):
         override(config, {"num_labels": 2**17 + 4000})
     assert config.num_labels == 2
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads", "passes over"])
+def test_a_part_of_each_head_is_rotated_also_where_transformers_passes_over_rotary_dim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    family = transformers.MiniMaxM2Config
+    if not reads:
+        # As before transformers 5.18.
+        monkeypatch.setattr(
+            family,
+            "convert_rope_params_to_dict",
+            transformers.PreTrainedConfig.convert_rope_params_to_dict,
+        )
+    # The keys of MiniMaxAI/MiniMax-M2.
+    published = {"head_dim": 128, "rotary_dim": 64, "rope_theta": 5000000}
+    path = write(tmp_path, model_type="minimax_m2", **published)
+    config = read_hf_config(path, remedy="none")
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+    assert config.rope_parameters["rope_theta"] == 5000000
+    # A folder that the engine saves is read in the same way by all.
+    config.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "saved")
+    assert again.rope_parameters == config.rope_parameters
+
+
+def test_a_rotation_of_whole_heads_stays(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"head_dim": 64, "rotary_dim": 64}
+    for family in ("minimax", "minimax_m2"):
+        config = read_hf_config(write(tmp_path, model_type=family, **sizes), remedy="none")
+        assert config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0
+
+
+def test_a_rotation_that_transformers_passes_over_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="minimax", head_dim=128, rotary_dim=64)
+    with pytest.raises(ConfigError, match="rotation of 64 of each head's 128 dimensions") as caught:
+        read_hf_config(path, remedy="none")
+    assert caught.value.field == "model.path"
+    assert caught.value.remedy

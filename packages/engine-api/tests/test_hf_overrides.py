@@ -43,6 +43,20 @@ def test_what_would_have_no_effect_or_half_of_it_is_refused(keys, overrides, fie
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("key", ["rotary_dim", "partial_rotary_factor"])
+def test_the_rotated_part_of_heads_is_overridden_with_all_of_rope(key):
+    config = transformers.MiniMaxM2Config(
+        head_dim=64, rotary_dim=32, partial_rotary_factor=0.5, num_hidden_layers=2
+    )
+    with pytest.raises(ConfigError, match="would have no effect") as caught:
+        override(config, {key: 16})
+    assert caught.value.field == f"model.config_overrides.{key}"
+    assert "override rope_parameters, with partial_rotary_factor" in caught.value.remedy
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.25}
+    override(config, {"rope_parameters": rope})
+    assert config.rope_parameters["partial_rotary_factor"] == 0.25
+
+
 @rope_scaling_is_deprecated
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),

@@ -33,6 +33,9 @@ _MOST_EXPERTS = 2**18
 _COUNTED = re.compile(r"(.*_)?(layers?|labels)|first_k_dense_replace|attention_types")
 # No model has nearly as many layers or labels, and lists of this length take a second.
 _MOST_COUNTED = 2**17
+# Families whose checkpoints give the width of a partial rotation as rotary_dim, which transformers
+# before 5.18 does not read (huggingface/transformers#48241). It then rotates whole heads.
+_ROTATED_IN_PART = frozenset({"minimax_m2"})
 
 
 def read_hf_config(
@@ -46,7 +49,7 @@ def read_hf_config(
 ) -> Any:
     """Return transformers' configuration of a folder or hub id, as it is in the file.
 
-    ``hf_overrides`` changes it later.
+    ``hf_overrides`` changes it later. A ``rotary_dim`` that transformers passes over is applied.
 
     Args:
         path: the folder, or the hub id.
@@ -57,8 +60,8 @@ def read_hf_config(
         trust_remote_code: permission for code of the folder to read the file.
 
     Raises:
-        ConfigError: the file is absent or damaged, of a family that transformers does not know, or
-            has sizes that no model has.
+        ConfigError: the file is absent or damaged, of a family that transformers does not know,
+            has sizes that no model has, or asks for a rotation that transformers does not compute.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -83,7 +86,43 @@ def read_hf_config(
             field, f"{file}: expected a mapping as text_config, got {content!r}", remedy=remedy
         )
     check_sizes(content, file, field)
+    _apply_rotary_dim(content, file, field)
     return config
+
+
+def _apply_rotary_dim(text: Any, file: str, field: str) -> None:
+    """Rotate as much of each head as the ``rotary_dim`` of the file says.
+
+    transformers keeps a key that a family's class does not declare, and computes nothing of it,
+    while servers rotate that part of each head alone: log-probs then differ by more than a nat.
+
+    Raises:
+        ConfigError: transformers rotates whole heads in this family.
+    """
+    width = getattr(text, "rotary_dim", None)
+    rope = getattr(text, "rope_parameters", None)
+    is_declared = hasattr(text.__class__, "rotary_dim")
+    if is_declared or type(width) is not int or not isinstance(rope, dict):
+        return
+    parameters = cast("dict[str, Any]", rope)
+    # The parameters are those of the whole model, or one mapping for each type of layer.
+    parts = [parameters] if "rope_type" in parameters else [*parameters.values()]
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if width == head or all("partial_rotary_factor" in part for part in parts):
+        return
+    if text.model_type not in _ROTATED_IN_PART:
+        raise ConfigError(
+            field,
+            f"{file} asks for a rotation of {width} of each head's {head} dimensions (rotary_dim)",
+            why=f"transformers does not read that key in a {text.model_type}, and rotates "
+            f"all {head}",
+            remedy="use a model of another family, or remove rotary_dim from config.json if the "
+            "model was trained with a rotation of whole heads",
+        )
+    # Both places are those of transformers 5.18, and reach the folders that are saved.
+    text.partial_rotary_factor = width / head
+    for part in parts:
+        part.setdefault("partial_rotary_factor", width / head)
 
 
 def check_counts(content: Mapping[str, Any], file: str, field: str) -> None:

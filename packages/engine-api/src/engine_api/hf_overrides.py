@@ -16,6 +16,7 @@ from engine_api.hf_config import check_counts, check_sizes
 
 _FIELD = "model.config_overrides"
 _ROPE = ("rope_scaling", "rope_parameters")
+_ROTATED_PARTS = ("rotary_dim", "partial_rotary_factor")
 
 
 def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) -> None:
@@ -74,6 +75,14 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
                 why="it replaces all of RoPE's parameters, including the base in the file",
                 remedy=remedy,
             )
+    if key := _idle_part(text, overrides):
+        raise ConfigError(
+            f"{field}.{key}",
+            "would have no effect",
+            why="the part of each head that RoPE rotates is in rope_parameters once transformers "
+            "has read config.json",
+            remedy=f"override rope_parameters, with partial_rotary_factor and {bases}",
+        )
     if "layer_types" not in overrides and (key := _idle_window(text, overrides)):
         raise ConfigError(
             f"{field}.{key}",
@@ -112,6 +121,13 @@ def _bases(text: Any) -> str:
     }
     bases = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
     return f"rope_theta: {', '.join(bases) or rope.get('rope_theta', '…')}"
+
+
+def _idle_part(text: Any, overrides: Mapping[str, Any]) -> str | None:
+    """Return the key of an override of RoPE's part of each head that has no effect, or None."""
+    if not any("partial_rotary_factor" in part for part in _rope(text)):
+        return None
+    return next((key for key in _ROTATED_PARTS if key in overrides), None)
 
 
 def _idle_window(text: Any, overrides: Mapping[str, Any]) -> str | None:
