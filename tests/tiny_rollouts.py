@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from emulated_fp8 import EmulatedFp8
 from tiny_models import (
     SERVED_ON_GPU_SIZES,
     SERVED_SIZES,
@@ -85,9 +87,9 @@ def compare_vllm(
     rank, and all of them change between the syncs, saved buffers included. ``log_probs`` is the
     largest difference of a greedy token's log-prob, ``mean`` the mean one, and ``greedy`` the
     largest distance of such a log-prob from the best one at its place, all in nats; on a GPU
-    ``plain`` is the mean difference of transformers in bf16. ``audited`` says whether both syncs
-    compared the served weights, and ``served_as`` names vLLM's class. Errors of the engine and of
-    the rollout are raised.
+    ``plain`` is the mean difference of transformers in bf16, with the layers in emulated FP8 that
+    the rollout has in FP8. ``audited`` says whether both syncs compared the served weights, and
+    ``served_as`` names vLLM's class. Errors of the engine and of the rollout are raised.
     """
     on_gpu = device != "cpu"
     served: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32"}
@@ -98,7 +100,9 @@ def compare_vllm(
     with mock.patch.multiple("engine_torch.model", **checks):
         engine, exporter, rollout = _start_pair(Path(folder), device, **served)
     try:
-        return _compare_syncs(engine, exporter, rollout, Path(folder), on_gpu=on_gpu)
+        return _compare_syncs(
+            engine, exporter, rollout, Path(folder), on_gpu=on_gpu, fp8=quantization == "fp8"
+        )
     finally:
         for part in (exporter, rollout, engine):
             part.close()
@@ -276,7 +280,7 @@ def refusal(folder: str | Path) -> EngineError | None:
 
 
 def _compare_syncs(
-    engine: Any, exporter: Any, rollout: Any, folder: Path, *, on_gpu: bool
+    engine: Any, exporter: Any, rollout: Any, folder: Path, *, on_gpu: bool, fp8: bool
 ) -> dict[str, Any]:
     (served_as,) = rollout._engine.apply_model(lambda model: type(model).__name__)
     found: dict[str, Any] = {"log_probs": 0.0, "greedy": 0.0, "audited": True}
@@ -288,7 +292,8 @@ def _compare_syncs(
         found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
         saved = folder.with_name(f"{folder.name}-{version}")
         engine.save_hf(saved)
-        apart = _compare_completions(rollout.generate(PROMPTS, GREEDY), saved, on_gpu=on_gpu)
+        completions = rollout.generate(PROMPTS, GREEDY)
+        apart = _compare_completions(completions, saved, on_gpu=on_gpu, fp8=fp8)
         keep_larger(found, apart)
     return found | {"served_as": served_as}
 
@@ -306,7 +311,7 @@ def _change_weights(engine: Any, changed: Callable[[str], bool] = lambda name: T
 
 
 def _compare_completions(
-    completions: Sequence[Completion], folder: Path, *, on_gpu: bool
+    completions: Sequence[Completion], folder: Path, *, on_gpu: bool, fp8: bool
 ) -> dict[str, float]:
     model = oracle(str(folder))
     found = {"log_probs": 0.0, "greedy": 0.0}
@@ -328,9 +333,15 @@ def _compare_completions(
     if not on_gpu:
         return found
     plain = oracle(str(folder), dtype=torch.bfloat16)
+    rounding: AbstractContextManager[Any] = nullcontext()
+    if fp8:
+        (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+        rounding = EmulatedFp8(plain, architecture)
     for place, completion in enumerate(completions):
         ids = torch.tensor([*PROMPTS[completion.prompt_index], *completion.tokens])
-        rounded[place] = (log_probs(plain, ids)[-len(completion.tokens) :] - rounded[place]).abs()
+        with rounding:
+            found_plain = log_probs(plain, ids)[-len(completion.tokens) :]
+        rounded[place] = (found_plain - rounded[place]).abs()
     means = {"mean": differences, "plain": rounded}
     return found | {
         key: float(torch.cat(one).mean().nan_to_num(math.inf)) for key, one in means.items()

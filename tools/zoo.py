@@ -48,10 +48,12 @@ PAGE = ROOT / "docs" / "models.md"
 NEAR = 1e-4
 NEAR_GRADIENT = 1e-3
 # Mean difference of log-probs on a GPU in nats, by quantization, that is allowed in addition to
-# three times that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts).
-# Weights of another sync are off by 0.4 to 1.8.
-NEAR_MEAN = {"none": 0.01, "fp8": 0.15}
-TIMES = 3
+# TIMES that of transformers in bf16 (0.01 to 0.16, where rounding chooses other experts), for FP8
+# with emulated FP8 (0.2 to 0.9). Weights of another sync are off by 0.4 to 1.8 in bf16. Emulated in
+# FP8 they are off by 3 to 4, exchanged halves of a gated MLP by 2 to 3.5, and the scales of another
+# sync by 0.4 to 1.4, less than can be told in every family: the audit is for those.
+NEAR_MEAN = {"none": 0.01, "fp8": 0.05}
+TIMES = {"none": 3, "fp8": 2}
 LAYOUTS = ("one rank", "two ranks")
 FSDP = "fsdp2"
 MEGATRON = "megatron"
@@ -559,7 +561,7 @@ def measure_rollout(
     if device == "cpu":
         near = found["log_probs"] < NEAR and found["greedy"] < NEAR
     else:
-        near = found["mean"] < TIMES * found["plain"] + NEAR_MEAN[quantization]
+        near = found["mean"] < TIMES[quantization] * found["plain"] + NEAR_MEAN[quantization]
     return {"status": "right" if near else "wrong", **found}
 
 
@@ -910,8 +912,8 @@ SEEN_INTRODUCTION = """\
 There vLLM computes in bf16, and in FP8 where the table of layers has the family, from weights that
 are synced twice (`python tools/zoo.py measure --rollout vllm --device cuda`). The figures are the
 mean difference of the greedy tokens' log-probs from float64, in nats, and in brackets that of
-transformers in bf16.
-*Right* means less than {times} times the latter and {near}.
+transformers in bf16, for FP8 with the rounding of FP8 emulated in the same layers.
+*Right* means less than {near}.
 """
 
 
@@ -928,12 +930,15 @@ def _vllm_on_gpu(record: dict[str, Any]) -> list[str]:
         f"transformers {said['transformers']}, torch {said['torch']}, {said['date']}"
         for one, said in record[SEEN].items()
     )
-    near = " and ".join(f"{NEAR_MEAN[one]} in {by_precision[one]}" for one in QUANTIZATIONS)
+    near = " and ".join(
+        f"{TIMES[one]} times the latter plus {NEAR_MEAN[one]} in {by_precision[one]}"
+        for one in QUANTIZATIONS
+    )
     cells = [
         (f"`{name}`", *(_seen(row[one]) if one in row else "" for one in QUANTIZATIONS))
         for name, row in rows.items()
     ]
-    introduction = SEEN_INTRODUCTION.format(measured=measured, times=TIMES, near=near)
+    introduction = SEEN_INTRODUCTION.format(measured=measured, near=near)
     return [introduction, table(("model type", *by_precision.values()), cells)]
 
 

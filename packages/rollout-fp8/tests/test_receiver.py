@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,6 +248,36 @@ def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
     model.derive = lambda: None  # type: ignore[method-assign]
     with pytest.raises(RolloutError, match="does not derive its weights again after loading"):
         Receiver(*arguments, derived=["derived"])
+
+
+@dataclass
+class _Scales:
+    """What a kernel is made of."""
+
+    scale: torch.Tensor
+
+
+class _KeepsScales(ServedModel):
+    """Server that makes a kernel at each loading, as vLLM does of FP8 experts."""
+
+    def __init__(self, copy: Any) -> None:
+        super().__init__(fp8=True)
+        self.copy = copy
+
+    def load_weights(self, weights):
+        super().load_weights(weights)
+        name = next(name for name, _ in self.named_parameters() if name.endswith("scale_inv"))
+        self.kernel = SimpleNamespace(parts=[{"up": _Scales(self.copy(self.get_parameter(name)))}])
+        self.kernel.itself = self.kernel
+
+
+def test_a_server_whose_kernel_keeps_a_copy_of_scales_is_refused_by_name() -> None:
+    stream = stream_of(checkpoint(0), fp8=True)
+    served: Any = _KeepsScales(lambda scale: scale.data)
+    Receiver(served, stream.plan, served.load_weights).sync(stream, Phases(CPU))
+    stale: Any = _KeepsScales(lambda scale: scale.detach().clone())
+    with pytest.raises(RolloutError, match=r"(?s)keeps copies of its weights.*scale_inv"):
+        Receiver(stale, stream.plan, stale.load_weights)
 
 
 class _Transposes(torch.nn.Module):

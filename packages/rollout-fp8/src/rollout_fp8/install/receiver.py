@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.failures import describe_error
+from rollout_fp8.install.copies import kept_copies
 from rollout_fp8.install.places import Places, list_saved
 from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
@@ -116,6 +117,8 @@ class Receiver:
         # The plan whose buckets the copies are bound to.
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
+        if not self._packed:
+            self._check_copies()
         unread = unlike | {region.name for region in self.regions if region.functions}
         self._readable = [region for region in self.regions if region.name not in unread]
         in_rows = [self._lies_in_rows(region) for region in self._readable]
@@ -408,6 +411,18 @@ class Receiver:
             return torch.equal(_raw(self._sent(region, parameter)), _raw(mark))
         part = region.view(parameter)
         return torch.equal(part, region.compute(mark).to(part.dtype))
+
+    def _check_copies(self) -> None:
+        """Raise ``RolloutError`` where the server keeps copies of weights, which now are marks."""
+        kept = [*kept_copies(self._model, list_saved(self._model))]
+        if kept:
+            shown = ", ".join(f"{name} (in {at or 'the model'})" for at, name in kept[:5])
+            raise RolloutError(
+                "the server keeps copies of its weights",
+                where=WHERE,
+                why=f"a sync into place would not reach {len(kept)} of them: {shown}",
+                remedy="choose another kernel for these layers in the server's options",
+            )
 
     def _check_derived(self, former: Mapping[str, bytes], after: str) -> dict[str, bytes]:
         """Return digests of the derived parameters, all of which must differ from the former."""

@@ -25,6 +25,7 @@ from vllm.lora.ops.triton_ops import utils as lora_pointers
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models import interfaces
@@ -388,6 +389,30 @@ def forget_expert_kernels(model: Any) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+@contextmanager
+def kept_expert_kernels(model: Any) -> Iterator[None]:
+    """Keep the kernels of experts over a reload in the context.
+
+    A kernel has the scales and biases of its layer, and reads weights alone from the layer at each
+    call. A reload gives quantized experts a new kernel, whose scales are temporary tensors that are
+    then copied into the layer's own: the scales of later syncs into place would reach the layer and
+    the audit, and no kernel (0.26.0 and 0.32.0, ``Fp8MoEMethod.process_weights_after_loading``).
+    The first kernel has the layer's own, as CUDA graphs do. Upstream: vllm-project/vllm#41670.
+    """
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
+    kept = [
+        (method, method.moe_kernel, method.moe_quant_config)
+        for method in methods
+        if isinstance(method, FusedMoEMethodBase)
+    ]
+    try:
+        yield
+    finally:
+        for method, kernel, config in kept:
+            method.moe_kernel = kernel
+            method.moe_quant_config = config
 
 
 def derived_weights(model: Any) -> list[str]:

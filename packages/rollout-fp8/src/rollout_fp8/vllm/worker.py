@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -148,15 +149,19 @@ class SyncExtension:
 
     def _rollout_fp8_load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         worker: Any = self
+        model = worker.get_model()
+        private.name_loaders(model)
+        kernels: AbstractContextManager[None] = nullcontext()
         if worker.device.type == "cpu":
-            private.forget_expert_kernels(worker.get_model())
-        private.name_loaders(worker.get_model())
+            private.forget_expert_kernels(model)
+        else:
+            kernels = private.kept_expert_kernels(model)
         try:
-            with private.ReloadByCopies(worker.get_model()):
+            with kernels, private.ReloadByCopies(model):
                 worker.reload_weights(weights_iterator=self._rollout_fp8_named(tensors))
         except BaseException:
             # After any error, the next reload begins from the start.
-            private.end_reload(worker.get_model())
+            private.end_reload(model)
             raise
 
     def _rollout_fp8_named(
