@@ -98,8 +98,9 @@ class LoaderTrace(TorchDispatchMode):
         self.layouts: dict[str, Layout] = {}
         self._ask = parameters
         self._owners: dict[int, tuple[str, Tensor]] = {}
-        self._current: tuple[str, Tensor] | None = None
-        # The tensor that is being loaded, and contiguous copies of its parts, by their storage.
+        self._current = ""
+        # Tensors that came, and contiguous copies of their parts, by their storage. A loader may
+        # collect all of them before it copies any.
         self._origins: dict[int, _Origin] = {}
 
     @property
@@ -109,20 +110,34 @@ class LoaderTrace(TorchDispatchMode):
 
     @property
     def at(self) -> str:
-        """The name of the tensor that is being loaded."""
-        return self._current[0] if self._current else "the end"
+        """The name of the tensor that came last."""
+        return self._current or "the end"
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``tensors`` to the loader, and note which one is being loaded."""
+        """Yield ``tensors`` to the loader, and note where they lie."""
         for name, tensor in tensors:
             if not self._owners:
                 self._find_owners()
-            self._current = (name, tensor)
-            whole = _Part(shape=tuple(tensor.shape), stride=tensor.stride(), offset=0)
-            self._origins = {_storage(tensor): _Origin(tensor=tensor, part=whole)}
+            self._current = name
+            whole = _layout(tensor)
+            origin = _Origin(
+                name=name,
+                whole=whole,
+                held=whole,
+                part=replace(whole, offset=0),
+                memory=StorageWeakRef(tensor.untyped_storage()),
+            )
+            self._origins[_storage(tensor)] = origin
             yield name, tensor
-        self._current = None
-        self._origins = {}
+            # Only the loader may keep it now.
+            del tensor
+        self._current = ""
+        # What a server does with its parameters after loading is no loading.
+        self._origins = {
+            storage: origin
+            for storage, origin in self._origins.items()
+            if storage not in self._owners
+        }
 
     def __torch_dispatch__(
         self,
@@ -133,13 +148,13 @@ class LoaderTrace(TorchDispatchMode):
     ) -> Any:
         name = func.name()
         operator = name.partition(".")[0]
-        if self._current is not None and operator.endswith("_") and not operator.endswith("__"):
+        if self._origins and operator.endswith("_") and not operator.endswith("__"):
             if operator == "aten::copy_":
                 self._record(args[0], args[1])
             else:
-                self._mark_changed(args[0], operator)
+                self._mark_changed(args[0], f"{operator} changes it on the way")
         result = func(*args, **(kwargs or {}))
-        if self._current is not None and isinstance(result, Tensor):
+        if self._origins and isinstance(result, Tensor):
             if name == "aten::clone":
                 self._follow(args[0], result)
             elif name == "aten::_to_copy":
@@ -161,60 +176,66 @@ class LoaderTrace(TorchDispatchMode):
 
     def _follow(self, source: Tensor, copy: Tensor, *functions: Function) -> None:
         """Note where the elements of a contiguous copy come from: loaders transpose by copies."""
-        origin = self._origins.get(_storage(source))
-        if origin is not None and copy.is_contiguous():
-            part = origin.find(source)
-            if part is not None:
-                every = (*origin.functions, *functions)
-                self._origins[_storage(copy)] = replace(
-                    origin, tensor=copy, part=part, functions=every
-                )
+        storage = _storage(source)
+        origin = self._origins.get(storage)
+        if origin is None or not copy.is_contiguous():
+            return
+        part = origin.find(source)
+        lost = "" if part is not None else f"a copy of {_describe(source, origin)}"
+        if lost and storage in self._owners:
+            return
+        self._origins[_storage(copy)] = replace(
+            origin,
+            held=_layout(copy),
+            part=part or origin.part,
+            functions=(*origin.functions, *functions),
+            lost_by=origin.lost_by or lost,
+            memory=StorageWeakRef(copy.untyped_storage()),
+        )
 
-    def _mark_changed(self, target: Tensor, operator: str) -> None:
+    def _mark_changed(self, target: Tensor, why: str) -> None:
         """Note that a tensor no longer holds what came: the marks may not show it."""
         storage = _storage(target)
         if storage in self._origins:
-            self._origins[storage] = replace(self._origins[storage], changed_by=operator)
+            self._origins[storage] = replace(self._origins[storage], lost_by=why)
 
     def _record(self, target: Tensor, source: Tensor) -> None:
-        assert self._current is not None
-        name, whole = self._current
         owner = self._owners.get(_storage(target))
         origin = self._origins.get(_storage(source))
         if owner is None:
-            self._mark_changed(target, "aten::copy_")
+            self._mark_changed(target, "aten::copy_ changes it on the way")
             return
         if origin is None:
             return
-        if origin.changed_by:
-            raise _unknown(name, f"{origin.changed_by} changes it on the way")
+        name, whole = origin.name, origin.whole
+        if origin.lost_by:
+            raise _unknown(name, origin.lost_by)
         parameter, tensor = owner
         part = origin.find(source)
         axes = None if part is None else _find_axes(part.shape, part.stride, part.offset, whole)
         if part is None or axes is None:
-            raise _unknown(
-                name,
-                f"a view {list(source.shape)} with strides {source.stride()} of "
-                f"{list(origin.tensor.shape)}",
-            )
+            raise _unknown(name, _describe(source, origin))
         steps = dict(zip(axes, _steps(target, source, name), strict=True))
         sizes = dict(zip(axes, part.shape, strict=True))
         region = Region(
             name=name,
             box=ShardSpec(
-                global_shape=tuple(whole.shape),
+                global_shape=whole.shape,
                 offset=_locate(part.offset, whole),
-                shape=tuple(sizes.get(axis, 1) for axis in range(whole.dim())),
+                shape=tuple(sizes.get(axis, 1) for axis in range(len(whole.shape))),
             ),
             parameter=parameter,
-            stride=tuple(steps.get(axis, 1) for axis in range(whole.dim())),
+            stride=tuple(steps.get(axis, 1) for axis in range(len(whole.shape))),
             offset=int(target.storage_offset() - tensor.storage_offset()),
         )
         # A region counts once: a loader that copies something twice does not fill more by it.
         self._regions[region] = replace(region, functions=_reduce(origin.functions, tensor.dtype))
         is_whole = target.shape == tensor.shape == source.shape and tensor.is_contiguous()
-        if is_whole and target.stride() == tensor.stride():
-            self._origins[_storage(tensor)] = replace(origin, tensor=tensor, part=part)
+        if self._current and is_whole and target.stride() == tensor.stride():
+            memory = StorageWeakRef(tensor.untyped_storage())
+            self._origins[_storage(tensor)] = replace(
+                origin, held=_layout(tensor), part=part, memory=memory
+            )
 
 
 def _reduce(functions: tuple[Function, ...], dtype: torch.dtype) -> tuple[Function, ...]:
@@ -227,9 +248,20 @@ def _storage(tensor: Tensor) -> int:
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
+def _layout(tensor: Tensor) -> _Part:
+    return _Part(
+        shape=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset())
+    )
+
+
+def _describe(view: Tensor, origin: _Origin) -> str:
+    whole = list(origin.held.shape)
+    return f"a view {list(view.shape)} with strides {view.stride()} of {whole}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Elements of a wire tensor, as ``torch.as_strided`` takes them."""
+    """Elements of a tensor or of its memory, as ``torch.as_strided`` takes them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -240,23 +272,37 @@ class _Part:
 class _Origin:
     """A contiguous tensor, and the elements of a wire tensor that it holds."""
 
-    tensor: Tensor
+    name: str
+    """The wire tensor's name."""
+
+    whole: _Part
+    """Its layout. It is contiguous."""
+
+    held: _Part
+    """Layout of the tensor."""
+
     part: _Part
+    """The elements that it holds, with an offset from the wire tensor's first one."""
+
+    memory: StorageWeakRef
+    """The tensor's memory, which is not kept. No other one has its address while this exists."""
+
     functions: tuple[Function, ...] = ()
     """Functions by which it was computed from them, in their order."""
-    changed_by: str = ""
-    """Operator that has changed it in place since."""
+
+    lost_by: str = ""
+    """Why it holds something else by now."""
 
     def find(self, view: Tensor) -> _Part | None:
         """Return the wire tensor's elements in a view.
 
         None: the view is not cut along axes of the tensor.
         """
-        start = int(view.storage_offset() - self.tensor.storage_offset())
-        axes = _find_axes(tuple(view.shape), view.stride(), start, self.tensor)
+        start = int(view.storage_offset()) - self.held.offset
+        axes = _find_axes(tuple(view.shape), view.stride(), start, self.held)
         if axes is None:
             return None
-        index = _locate(start, self.tensor)
+        index = _locate(start, self.held)
         moved = sum(at * step for at, step in zip(index, self.part.stride, strict=True))
         return _Part(
             shape=tuple(view.shape),
@@ -266,7 +312,7 @@ class _Origin:
 
 
 def _find_axes(
-    shape: Sequence[int], stride: Sequence[int], start: int, whole: Tensor
+    shape: Sequence[int], stride: Sequence[int], start: int, whole: _Part
 ) -> list[int | None] | None:
     """Return the axis of ``whole`` (contiguous) along which each axis of a view of it runs.
 
@@ -274,7 +320,7 @@ def _find_axes(
     """
     by_step = {
         step: axis
-        for axis, (size, step) in enumerate(zip(whole.shape, whole.stride(), strict=True))
+        for axis, (size, step) in enumerate(zip(whole.shape, whole.stride, strict=True))
         if size > 1
     }
     index = _locate(start, whole)
@@ -287,10 +333,10 @@ def _find_axes(
     return axes
 
 
-def _locate(start: int, whole: Tensor) -> tuple[int, ...]:
+def _locate(start: int, whole: _Part) -> tuple[int, ...]:
     """Return the index of an element of ``whole`` (contiguous) by its number."""
     index: list[int] = []
-    for size, step in zip(whole.shape, whole.stride(), strict=True):
+    for size, step in zip(whole.shape, whole.stride, strict=True):
         index.append(start // step if size > 1 else 0)
         start -= index[-1] * step
     return tuple(index)

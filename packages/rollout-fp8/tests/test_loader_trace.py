@@ -1,0 +1,109 @@
+"""What a server's loader does with tensors is followed wherever they are between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from sync_parts import InProcess, stream_of
+
+from engine_api.errors import RolloutError
+from rollout_fp8.install.receiver import Receiver
+from rollout_fp8.install.session import SyncSession
+from rollout_fp8.install.trace import LoaderTrace
+
+
+class Collects(torch.nn.Module):
+    """Server that collects all tensors before it loads any, as vLLM's Granite with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.second = torch.nn.Parameter(torch.zeros(3, 4), requires_grad=False)
+        self.halves = torch.nn.Parameter(torch.zeros(2, 5), requires_grad=False)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load weights of the model."""
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name == "fused":
+                found["upper"], found["lower"] = tensor.chunk(2)
+            else:
+                found[name] = tensor.t().contiguous() if name == "second" else tensor
+        self.halves.data[1].copy_(found["upper"][0])
+        self.halves.data[0].copy_(found["lower"][0])
+        self.first.data.copy_(found["first"])
+        self.second.data.copy_(found["second"])
+
+
+def test_a_loader_that_collects_all_tensors_first_is_followed() -> None:
+    model: Any = Collects()
+    session = SyncSession(InProcess([model]))
+    for version in range(2):
+        weights = {
+            "first": torch.randn(4, 6),
+            "second": torch.randn(4, 3),
+            "fused": torch.randn(2, 5),
+        }
+        assert session.run(stream_of(weights, fp8=False), version).audited
+        assert torch.equal(model.first, weights["first"])
+        assert torch.equal(model.second, weights["second"].t())
+        assert torch.equal(model.halves, weights["fused"].flip(0))
+
+
+def test_what_a_server_does_with_its_parameters_after_loading_is_not_followed() -> None:
+    class Moves(Collects):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(weights)
+            self.first.data.copy_(self.first.data.flip(0))
+
+    model: Any = Moves()
+    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    stream = stream_of(weights, fp8=False)
+    with pytest.raises(RolloutError, match="the server rearranges weights after loading"):
+        Receiver(model, stream.plan, model.load_weights)
+
+
+def test_a_copy_in_another_order_is_refused_by_what_was_done() -> None:
+    class Reorders(torch.nn.Module):
+        """Server that puts heads behind each other, as vLLM's GPT-NeoX."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(12, 5), requires_grad=False)
+
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                heads = tensor.view(2, 3, 2, 5).transpose(0, 1)
+                self.weight.data.copy_(heads.reshape(12, 5))
+
+    model: Any = Reorders()
+    stream = stream_of({"weight": torch.randn(12, 5)}, fp8=False)
+    with pytest.raises(RolloutError) as caught:
+        Receiver(model, stream.plan, model.load_weights)
+    assert "cannot follow how the server loads weight" in str(caught.value)
+    assert "a copy of a view [3, 2, 2, 5] with strides (10, 30, 5, 1) of [12, 5]" in str(
+        caught.value
+    )
+
+
+def test_a_trace_keeps_no_tensor_that_the_loader_does_not_keep() -> None:
+    trace = LoaderTrace(dict)
+    kept: list[weakref.ref[Any]] = []
+
+    def come() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "abc":
+            tensor = torch.zeros(3)
+            kept.append(weakref.ref(tensor.untyped_storage()))
+            yield name, tensor
+            del tensor
+            gc.collect()
+
+    with trace:
+        deque(trace.watch(come()), maxlen=0)
+    assert [one() for one in kept] == [None] * 3
