@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_api.weights import ShardSpec
-from rollout_fp8.fp8.quantize import QuantizePlan, empty_like, quantize, quantize_into
+from rollout_fp8.export.exporter import collect_export
+from rollout_fp8.fp8.quantize import QuantizePlan, can_count, empty_like, quantize, quantize_into
 from rollout_fp8.kernels import cast
 from rollout_fp8.kernels.cast import CastPlan, cast_into
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS, VECTOR, Rows, layouts, tiles
+from rollout_fp8.wire.audit import MODULUS
 from rollout_fp8.wire.checksum import ChecksumPlan, checksum, checksum_many, coefficients, count_of
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -280,9 +282,16 @@ def test_addresses_are_those_of_the_call() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("shift", [4, 16])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dtype) -> None:
-    """Check boxes anywhere, edges inside a block, unaligned memory, and one that is left out."""
+def test_a_quantization_adds_up_the_checksums_of_what_it_writes(
+    dtype: torch.dtype, policy: str, shift: int
+) -> None:
+    """Check boxes anywhere, edges inside a block, unaligned memory, and one that is left out.
+
+    Memory is aligned where it begins behind 16 bytes, and only aligned weights are counted.
+    """
     places = [
         ((256, 384), (0, 0), (256, 384)),
         ((200, 144), (0, 0), (200, 144)),
@@ -292,18 +301,61 @@ def test_a_quantization_adds_up_the_checksums_of_what_it_writes(dtype: torch.dty
         ((512, 2048), (1024, 0), (4096, 2048)),
     ]
     sources = [torch.randn(shape, device="cuda").to(dtype) for shape, _, _ in places]
-    room = [torch.zeros(s[0], s[1] + 36, dtype=torch.float8_e4m3fn).cuda() for s, _, _ in places]
-    outs = [r[:, 4 : 4 + s.shape[1]] for r, s in zip(room, sources, strict=True)]
+    room = [
+        torch.zeros(s[0], s[1] + 32 + shift, dtype=torch.float8_e4m3fn).cuda() for s, _, _ in places
+    ]
+    outs = [r[:, shift : shift + s.shape[1]] for r, s in zip(room, sources, strict=True)]
     scales = [empty_like(source).scales for source in sources]
     boxes = [ShardSpec(global_shape=w, offset=o, shape=s) for s, o, w in places]
-    counts = [count_of(*pair, i) for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))]
-    plan = QuantizePlan(
-        *map(layouts, (sources, outs, scales)), scales="fp32", counts=[*counts[:-1], None]
+    aligned = [can_count(*pair) for pair in zip(sources, outs, strict=True)]
+    assert aligned == [shift == 16 and shape[1] % 16 == 0 for shape, _, _ in places]
+    is_counted = [*aligned[:-1], False]
+    counts = [
+        count_of(*pair, i) if is_counted[i] else None
+        for i, pair in enumerate(zip(layouts(outs), boxes, strict=True))
+    ]
+    plan = QuantizePlan(*map(layouts, (sources, outs, scales)), scales=policy, counts=counts)
+    bound = plan.bind(outs, scales)
+    wanted = [quantize(source.cpu(), scales=policy) for source in sources]
+    for broken in (None, torch.zeros(len(places), dtype=torch.int32, device="cuda")):
+        sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
+        for out in outs:
+            out.zero_()
+        bound.run(sources, broken, sums)
+        for out, scale, one in zip(outs, scales, wanted, strict=True):
+            assert same(out, one.weight) and same(scale, one.scales), out.shape
+        assert sums.tolist() == [
+            checksum(one.weight, box) if counted else 0
+            for one, box, counted in zip(wanted, boxes, is_counted, strict=True)
+        ]
+        assert broken is None or not broken.any()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_export_has_the_checksums_of_aligned_weights_and_of_others(
+    dtype: torch.dtype, policy: str
+) -> None:
+    name = "model.layers.0.mlp.{}_proj.weight"
+    shapes = {name.format("gate"): (256, 384), name.format("up"): (200, 100)}
+    weights = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    stream = collect_export(
+        iter(weights.items()),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        architecture="Qwen3ForCausalLM",
+        scales=policy,
+        audit=True,
     )
-    sums = torch.zeros(len(places), dtype=torch.int64, device="cuda")
-    plan.bind(outs, scales).run(sources, None, sums)
-    wanted = [checksum(out, box) for out, box in zip(outs, boxes, strict=True)]
-    assert sums.tolist() == [*wanted[:-1], 0]
+    found = {name: tensor.cpu() for name, tensor in stream}
+    for name, weight in weights.items():
+        assert same(found[name], quantize(weight, scales=policy).weight), name
+    assert stream.checksums() == {
+        name: checksum(tensor, ShardSpec.whole(tensor.shape)) % MODULUS
+        for name, tensor in found.items()
+    }
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from engine_api.devices import device_of
 from engine_api.errors import RolloutError
 from engine_api.weights import ShardExport, ShardSpec, assemble
 from rollout_fp8.export.plan import WHERE, Bucket, ExportPlan, Source
-from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy
+from rollout_fp8.fp8.quantize import BoundQuantize, QuantizePlan, ScalePolicy, can_count
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import (
     Count,
@@ -270,7 +270,8 @@ class Filler:
         quantized = [(i, part.weight, part.scales) for i, part in parts if part.scales is not None]
         plain = [(i, part.weight) for i, part in parts if part.scales is None]
         weights = [w for _, w, _ in quantized] + [w for _, w in plain]
-        placed = self._find_places(weights)
+        sources = {id(part.weight): mine[i] for i, part in parts}
+        placed = self._find_places(weights, sources)
 
         def view(wire_slice: WireSlice) -> Tensor:
             return placed.get(id(wire_slice), wire_slice.view(buffer))
@@ -285,7 +286,7 @@ class Filler:
             # The launch that writes a weight adds up its checksum, without another pass over
             # memory.
             for wire_slice in weights:
-                count = self._count(wire_slice, view(wire_slice))
+                count = self._count(wire_slice, sources[id(wire_slice)], view(wire_slice))
                 if count is not None:
                     counts[id(wire_slice)] = count
         counted = [wire_slice for wire_slice in counted if id(wire_slice) not in counts]
@@ -328,7 +329,9 @@ class Filler:
         self._prepared.work[id(bucket)] = work
         return work
 
-    def _find_places(self, weights: Sequence[WireSlice]) -> dict[int, Tensor]:
+    def _find_places(
+        self, weights: Sequence[WireSlice], sources: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
         """Return the places to which weights are written, by the weight's identity."""
         places = self._places()
         if places is None:
@@ -336,23 +339,24 @@ class Filler:
         placed: dict[int, Tensor] = {}
         for wire_slice in weights:
             place = places.find(wire_slice)
-            if place is not None and self._fits(wire_slice, place):
+            if place is not None and self._fits(wire_slice, sources[id(wire_slice)], place):
                 placed[id(wire_slice)] = place
         return placed
 
-    def _fits(self, wire_slice: WireSlice, place: Tensor) -> bool:
+    def _fits(self, wire_slice: WireSlice, source: Tensor, place: Tensor) -> bool:
         """Return whether a launch writes into a tensor and, if asked, adds up what it writes."""
         if place.dtype != wire_slice.tensor.dtype or not has_rows(*layouts([place])):
             return False
         try:
-            return not self.audit or self._count(wire_slice, place) is not None
+            return not self.audit or self._count(wire_slice, source, place) is not None
         # A word of four bytes is cut.
         except ValueError:
             return False
 
-    def _count(self, wire_slice: WireSlice, out: Tensor) -> Count | None:
+    def _count(self, wire_slice: WireSlice, source: Tensor, out: Tensor) -> Count | None:
         """Return how the launch that writes a slice adds up its checksum, or None if it cannot."""
-        if wire_slice.tensor.dtype.itemsize > 2:
+        dtype = wire_slice.tensor.dtype
+        if dtype.itemsize > 2 or (dtype == torch.float8_e4m3fn and not can_count(source, out)):
             return None
         (layout,) = layouts([out])
         return count_of(layout, wire_slice.box, self._index[wire_slice.tensor.name])

@@ -38,6 +38,7 @@ from rollout_fp8.kernels.table import (
     AddressTable,
     Count,
     Layout,
+    addresses,
     check_counts,
     check_layouts,
     describe,
@@ -111,6 +112,16 @@ def quantize_into(
         )
 
 
+def can_count(weight: Tensor, out: Tensor) -> bool:
+    """Return whether a launch that quantizes a weight into ``out`` can add up its checksum.
+
+    Both have to be aligned. Of the variants for tensors that are not, ptxas of Triton 3.6.0
+    assembles the one for float32 wrongly: where a pair of FP8 weights is both stored and counted,
+    it stores a register that the pair was never written to.
+    """
+    return _is_aligned(*layouts([weight, out])) and is_aligned(addresses([[weight], [out]]))
+
+
 class QuantizePlan:
     """Prepared quantization of tensors of given layouts.
 
@@ -122,10 +133,10 @@ class QuantizePlan:
         scales_out: float32 [ceil(N/128), ceil(K/128)] each, laid out likewise.
         scales: fp32, or powers of two.
         counts: for each output, how its checksum is added up, or None; None stands for None for
-            all. It is for devices with kernels.
+            all. It is for devices with kernels, and for tensors of which ``can_count`` is true.
 
     Raises:
-        ValueError: tensors have other shapes, layouts or dtypes.
+        ValueError: tensors have other shapes, layouts or dtypes, or are counted and not aligned.
 
     Tensors that are not aligned to 16 bytes, or whose columns and row strides are not multiples of
     16, are quantized correctly too, but go through slower launches of their own.
@@ -152,7 +163,12 @@ class QuantizePlan:
         self._pow2 = scales == "pow2"
         device = one_device([*weights, *out, *scales_out])
         counted = check_counts(counts, out, device)
-        self._is_counted = bool(counted)
+        for i in counted:
+            if not _is_aligned(weights[i], out[i]):
+                raise ValueError(
+                    f"out[{i}] cannot be counted: expected columns and row strides in multiples "
+                    f"of {VECTOR}, got {describe(out[i])}, and {describe(weights[i])}"
+                )
         self._launches = None
         if has_kernels(device):
             self._launches = _launches(*self._layouts, counted, device)
@@ -187,10 +203,12 @@ class QuantizePlan:
         self.bind(out, scales_out).run(weights, broken)
 
     def bind(self, out: Sequence[Tensor], scales_out: Sequence[Tensor]) -> BoundQuantize:
-        """Return the quantization into these tensors, whose addresses are then read only once."""
-        return BoundQuantize(
-            out, scales_out, self._launches, pow2=self._pow2, is_counted=self._is_counted
-        )
+        """Return the quantization into these tensors, whose addresses are then read only once.
+
+        Raises:
+            ValueError: an output is counted and does not begin at an aligned address.
+        """
+        return BoundQuantize(out, scales_out, self._launches, pow2=self._pow2)
 
 
 class BoundQuantize:
@@ -206,16 +224,20 @@ class BoundQuantize:
         launches: list[_Launch] | None,
         *,
         pow2: bool,
-        is_counted: bool,
     ) -> None:
         self._out = out
         self._scales_out = scales_out
         self._launches = launches
-        self._is_counted = is_counted
         self._pow2 = pow2
         self._table = None if launches is None else AddressTable(out, scales_out)
         # Of each launch: whether everything in it is aligned.
         self._aligned: list[bool] = []
+        # Weights that a launch counts.
+        self._counted = [i for work in launches or () if work.counted for i in work.tensors]
+        if self._counted and not is_aligned(addresses([[out[i] for i in self._counted]])):
+            raise ValueError(
+                f"expected counted outputs at addresses that are multiples of {VECTOR}"
+            )
 
     def run(
         self,
@@ -226,7 +248,8 @@ class BoundQuantize:
         """Queue the quantization of weights whose layouts the caller has compared.
 
         ``sums`` int64: checksums of the outputs that are counted are added, of what is computed and
-        not of what is read back.
+        not of what is read back. A counted weight that is no longer at an aligned address is copied
+        first.
         """
         if self._table is None or self._launches is None:
             for i, (weight, q, s) in enumerate(
@@ -239,6 +262,9 @@ class BoundQuantize:
         from rollout_fp8.kernels.quantize import launch
 
         if self._table.update(weights):
+            if not is_aligned(self._table.host[self._counted, 0]):
+                weights = self._align(weights)
+                self._table.update(weights)
             self._aligned = [
                 work.aligned and is_aligned(self._table.host[work.tensors, :2])
                 for work in self._launches
@@ -249,11 +275,26 @@ class BoundQuantize:
                 work.sizes,
                 work.blocks,
                 broken,
-                sums if self._is_counted else None,
+                sums if work.counted else None,
                 source=work.dtype,
                 aligned=aligned,
                 pow2=self._pow2,
             )
+
+    def _align(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights, copies of counted ones that are not at an aligned address among them.
+
+        The copies have the same strides.
+        """
+        aligned = list(weights)
+        for i in self._counted:
+            weight = weights[i]
+            if weight.data_ptr() % VECTOR:
+                copy = torch.empty_strided(
+                    weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device
+                )
+                aligned[i] = copy.copy_(weight)
+        return aligned
 
 
 @lru_cache(maxsize=128)
@@ -277,11 +318,18 @@ def _check(
     rows_of(layout)
 
 
+def _is_aligned(weight: Layout, out: Layout) -> bool:
+    """Return whether the kernel's ``VECTOR``-byte accesses fit, if both tensors are aligned."""
+    rows = rows_of(weight)
+    return not any(n % VECTOR for n in (rows.columns, rows.stride, rows_of(out).stride))
+
+
 class _Launch(NamedTuple):
-    """Launch for tensors of one dtype that are all aligned, or all not."""
+    """Launch for tensors of one dtype, all aligned or all not, and all counted or none."""
 
     dtype: torch.dtype
     aligned: bool
+    counted: bool
     tensors: list[int]
     sizes: Tensor
     """int64 [all tensors, 8] on the device."""
@@ -308,17 +356,15 @@ def _launches(
         dtype=np.int64,
     )
     sizes_on_device = to_device(sizes, device)
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i, layout in enumerate(weights):
-        aligned = not any(n % VECTOR for n in (layout[0][1], *steps[i][:2]))
-        kinds.setdefault((layout[2], aligned), []).append(i)
+    kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    for i, weight in enumerate(weights):
+        kind = weight[2], _is_aligned(weight, out[i]), i in counts
+        kinds.setdefault(kind, []).append(i)
     works = []
-    for (dtype, aligned), tensors in kinds.items():
+    for kind, tensors in kinds.items():
         blocks = np.concatenate([_blocks(i, scales_out[i][0]) for i in tensors])
         if blocks.size:
-            works.append(
-                _Launch(dtype, aligned, tensors, sizes_on_device, to_device(blocks, device))
-            )
+            works.append(_Launch(*kind, tensors, sizes_on_device, to_device(blocks, device)))
     return works
 
 

@@ -16,6 +16,8 @@ from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS
 
 WORDS = {4: tl.uint32, 2: tl.uint16, 1: tl.uint8}
 WARPS = 8
+# The interpreter has no assembly.
+_IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -24,6 +26,34 @@ def mixed(index: tl.tensor) -> tl.tensor:
     h = (index ^ (index >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return (h ^ (h >> 16)).to(tl.uint64) + 1
+
+
+@triton.jit
+def widen(bits: tl.tensor, parts: tl.constexpr) -> tl.tensor:
+    """Return unsigned integers, of which ``parts`` (4 or 2) fill 32 bits, as uint32.
+
+    LLVM would take them from halves of 32 bits of which it leaves the other half unwritten, and
+    mask that. On such programs ptxas of Triton 3.6.0 merges the unwritten half into the elements
+    that are stored, too. So LLVM does not see where these come from.
+    """
+    tl.static_assert(parts == 4 or parts == 2)  # noqa: PLR1714 - Triton has no sets
+    if not _IS_COMPILED:
+        return bits.to(tl.uint32)
+    if parts == 4:
+        code: tl.constexpr = (
+            "and.b32 $0, $4, 255; bfe.u32 $1, $4, 8, 8; bfe.u32 $2, $4, 16, 8; shr.u32 $3, $4, 24;"
+        )
+        return tl.inline_asm_elementwise(
+            code, "=&r,=&r,=&r,=&r,r", [bits], dtype=tl.uint32, is_pure=True, pack=4
+        )
+    return tl.inline_asm_elementwise(
+        "and.b32 $0, $2, 65535; shr.u32 $1, $2, 16;",
+        "=&r,=&r,r",
+        [bits],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -39,13 +69,12 @@ def add_block(
 ) -> None:
     """Add the checksum of a block of elements to ``sums[group]``; a negative group is none.
 
-    ``bits``: elements as unsigned integers, of which ``parts`` neighbours, 4 or 2, are a word of 32
+    ``bits``: elements as ``widen`` returns them; ``parts`` neighbours, 4 or 2, are a word of 32
     bits.
     ``index``: of the first word; ``index_step``: from a row to the next.
     """
-    tl.static_assert(parts == 4 or parts == 2)  # noqa: PLR1714 - Triton has no sets
     # ptxas of Triton 3.6.0 ends with a segmentation fault on a sum over an axis of parts.
-    even, odd = tl.split(tl.reshape(bits.to(tl.uint32), (height, width // 2, 2)))
+    even, odd = tl.split(tl.reshape(bits, (height, width // 2, 2)))
     words = even | (odd << (32 // parts))
     if parts == 4:
         even, odd = tl.split(tl.reshape(words, (height, width // 4, 2)))

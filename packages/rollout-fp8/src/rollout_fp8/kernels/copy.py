@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_fp8.kernels.checksum import add_block
+from rollout_fp8.kernels.checksum import add_block, widen
 from rollout_fp8.kernels.table import TILE_COLUMNS, TILE_ROWS
 
 FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -66,7 +66,7 @@ def _copy(
         index = tl.load(record + 3) // 2
         index_step = tl.load(record + places + 3) // 2
         group = tl.load(record + 2 * places + 3)
-        bits = value.to(tl.uint16, bitcast=True)
+        bits = widen(value.to(tl.uint16, bitcast=True), 2)
         add_block(sums, group, bits, index, index_step, height, width, 2)
     if watch:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)

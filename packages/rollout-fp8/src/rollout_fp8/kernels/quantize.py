@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_fp8.kernels.checksum import add_block
+from rollout_fp8.kernels.checksum import add_block, widen
 
 SOURCES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WARPS = 8
@@ -37,7 +37,8 @@ def _quantize(
     """Quantize one 128 × 128 block, in one program.
 
     ``bits``: the integer as wide as ``dtype``. ``vector``: elements of a 16-byte load, or 0 where
-    something is not aligned. ``count``: add the checksum of the FP8 weights to ``sums``.
+    something is not aligned. ``count``: add the checksum of the FP8 weights to ``sums``, only where
+    everything is aligned (see ``rollout_fp8.fp8.quantize.can_count``).
     """
     block = tl.load(blocks + tl.program_id(0))
     tensor = block >> 40
@@ -91,7 +92,7 @@ def _quantize(
     tl.store(scale_out, scale)
     if count:
         # Beyond the weight's edge there are no zeros where a block has a NaN.
-        byte = tl.where(inside, q.to(tl.uint8, bitcast=True), 0)
+        byte = tl.where(inside, widen(q.to(tl.uint8, bitcast=True), 4), 0)
         index_step = tl.load(sizes + tensor * 8 + 6)
         index = tl.load(sizes + tensor * 8 + 5) + row * index_step + column // 4
         group = tl.load(sizes + tensor * 8 + 7)
@@ -117,10 +118,11 @@ def launch(
     the three; index of the output's first word in the whole weight, words from a row to the next,
     and the element of ``sums`` (-1: none). ``broken`` int32 [n]: 1 is stored for a weight with a
     NaN or an infinity. ``sums`` int64: outputs' checksums are added (see
-    ``rollout_fp8.wire.checksum``).
+    ``rollout_fp8.wire.checksum``), which takes aligned memory.
     """
     watch = broken is not None
     count = sums is not None
+    assert aligned or not count, "ptxas assembles that variant wrongly"
     kernel: Any = _quantize
     size = source.itemsize
     bits = tl.int32 if size == 4 else tl.int16
