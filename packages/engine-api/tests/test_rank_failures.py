@@ -156,6 +156,22 @@ def test_an_abort_that_fails_does_not_keep_other_groups_from_theirs(monkeypatch)
     assert caught.value.exceptions == (failing,)
 
 
+def test_connections_are_closed_although_a_group_cannot_be_aborted(monkeypatch):
+    closed = []
+    groups = dict.fromkeys([Group(threading.Barrier(1), RuntimeError("no such communicator"))])
+    monkeypatch.setattr(distributed_c10d, "_pg_names", groups)
+    monkeypatch.setattr(heartbeat, "hang_up", lambda others, spare: closed.append(len(others)))
+    monkeypatch.setattr(heartbeat, "GRACE_S", 0.0)
+    store = serve_store("127.0.0.1", 1, DEADLINE_S)
+    watch = heartbeat.Watch("test", store, 0, [Process.this(), Process.this()], LONG_S)
+    opened = watch.enter("a call", "engine")
+    watch._gone[1] = "it is gone"
+    watch._next_round()
+    watch.stop()
+    assert opened.aborted
+    assert closed == [1]
+
+
 def test_an_abandoned_export_closes_what_it_reads():
     closed = []
 

@@ -1,4 +1,4 @@
-"""Every way that a pipeline's messages take is connected when the engine is made."""
+"""Every route of a pipeline's messages is connected when the engine is made."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine_torchtitan.parallel import connect_stages, list_ways
+from engine_torchtitan.parallel import connect_stages, list_routes
 from engine_torchtitan.pipeline import list_work
 
 
 class Stage:
-    """A stage's place in a pipeline of one rank each. Groups are named by their ways."""
+    """A stage's place in a pipeline of one rank each. Groups are named by their routes."""
 
     pp_group = "all"
 
     def __init__(self, stage: int, pp: int) -> None:
         self.stage = stage
         self.pp = pp
-        self.ways = {way: way for way in list_ways(pp)}
+        self.message_groups = {route: route for route in list_routes(pp)}
 
     def rank_of(self, stage: int) -> int:
         """Return the stage, which is the rank."""
         return stage
 
 
-def find_ways(stages: int) -> set[tuple[int, int]]:
+def derive_routes(stages: int) -> set[tuple[int, int]]:
     """Return the sender and the receiver of each message of a step."""
     found: set[tuple[int, int]] = set()
     for stage in range(stages):
@@ -42,7 +42,7 @@ def find_ways(stages: int) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_each_way_of_a_message_is_taken_once_before_the_first_step(
+def test_each_route_is_taken_once_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     sent: Counter[tuple[int, int]] = Counter()
@@ -51,13 +51,13 @@ def test_each_way_of_a_message_is_taken_once_before_the_first_step(
     for stage in range(stages):
 
         def send(_: torch.Tensor, to: int, group: tuple[int, int], stage: int = stage) -> None:
-            assert group == (stage, to), "each way has a group of its own"
+            assert group == (stage, to), "each route has a group of its own"
             sent[group] += 1
 
         def receive(
             _: torch.Tensor, sender: int, group: tuple[int, int], stage: int = stage
         ) -> None:
-            assert group == (sender, stage), "each way has a group of its own"
+            assert group == (sender, stage), "each route has a group of its own"
             received[group] += 1
 
         def broadcast(_: torch.Tensor, source: int, group: str) -> None:
@@ -68,7 +68,7 @@ def test_each_way_of_a_message_is_taken_once_before_the_first_step(
         monkeypatch.setattr(dist, "broadcast", broadcast)
         place: Any = Stage(stage, stages)
         connect_stages(place, torch.device("cpu"))
-    assert set(sent) == find_ways(stages)
+    assert set(sent) == derive_routes(stages)
     assert sent == received
     assert set(sent.values()) == {1}
     assert broadcasts == [("all", stages - 1)] * stages
@@ -78,5 +78,5 @@ def test_one_stage_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "send", None)
     monkeypatch.setattr(dist, "broadcast", None)
     place: Any = Stage(0, 1)
-    assert not place.ways
+    assert not place.message_groups
     connect_stages(place, torch.device("cpu"))

@@ -69,6 +69,36 @@ def test_what_a_server_does_with_its_parameters_after_loading_is_not_followed() 
         Receiver(model, stream.plan, model.load_weights)
 
 
+def test_lists_may_be_changed_in_place_while_a_server_loads() -> None:
+    class Clears(Collects):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            def come() -> Iterator[tuple[str, torch.Tensor]]:
+                for name, tensor in weights:
+                    torch._foreach_zero_([torch.ones(2), torch.ones(3)])
+                    yield name, tensor
+
+            super().load_weights(come())
+            torch._foreach_zero_([torch.ones(2)])
+
+    model: Any = Clears()
+    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    assert SyncSession(InProcess([model])).run(stream_of(weights, fp8=False), 0).audited
+
+
+def test_a_list_with_a_tensor_that_came_is_refused() -> None:
+    class Doubles(Collects):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            found = dict(weights)
+            torch._foreach_mul_([found["first"], torch.ones(2)], 2.0)
+            super().load_weights(iter(found.items()))
+
+    model: Any = Doubles()
+    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    stream = stream_of(weights, fp8=False)
+    with pytest.raises(RolloutError, match="cannot follow how the server loads first"):
+        Receiver(model, stream.plan, model.load_weights)
+
+
 def test_a_copy_in_another_order_is_refused_by_what_was_done() -> None:
     class Reorders(torch.nn.Module):
         """Server that puts heads behind each other, as vLLM's GPT-NeoX."""

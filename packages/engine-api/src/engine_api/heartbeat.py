@@ -216,7 +216,7 @@ def _release(watch: Watch) -> None:
     global _current, _members  # noqa: PLW0603 - there is one per process
     # Whoever destroys a group of NCCL waits for its other ranks, also for one that is stopped.
     if watch.has_lost_ranks:
-        abort_groups()
+        _try_to_abort_groups()
     with _lock:
         # Another watch has replaced it.
         if watch is not _current:
@@ -481,9 +481,9 @@ class Watch:
                 self._lost = (str(error) or type(error).__name__).splitlines()[0]
             try:
                 self._interrupt()
-            # Backends may raise anything when a group is aborted. This rank's heartbeat must go on.
+            # Sockets may raise anything when they are closed. This rank's heartbeat must go on.
             except Exception:
-                log.exception("could not abort the collectives of a rank that waits in vain")
+                log.exception("could not interrupt a rank that waits in vain")
             with self._round:
                 self._rounds += 1
                 self._round.notify_all()
@@ -563,7 +563,7 @@ class Watch:
                 opened.doomed = now
             if now - opened.doomed >= GRACE_S:
                 opened.aborted = True
-                abort_groups()
+                _try_to_abort_groups()
                 others = [
                     process for rank, process in enumerate(self._processes) if rank != self._rank
                 ]
@@ -623,15 +623,24 @@ def _port_of(store: Any) -> int | None:
     return getattr(store, "port", None)
 
 
+def _try_to_abort_groups() -> None:
+    """Abort all groups, and log what keeps some from it: connections of gloo are closed still."""
+    try:
+        abort_groups()
+    except ExceptionGroup:
+        log.exception("could not abort the collectives of a rank that waits in vain")
+
+
 def abort_groups() -> None:
     """Abort all of this process's groups whose backends can be aborted (NCCL, not gloo).
 
     All at once: NCCL frees the memory of a group that it aborts, and CUDA waits for all kernels of
-    the device before it does, also for those that wait for a rank in another group. ``torch``'s
-    ``_abort_process_group`` aborts one group after another between NCCL's group calls, which do not
-    reach the threads in which torch 2.7 and later abort.
+    the device before it does, also for those that wait for a rank in another group. torch's own
+    ``_abort_process_group`` calls NCCL's ``ncclGroupStart`` for this, which does not reach the
+    threads in which torch aborts.
 
-    Raises ``ExceptionGroup`` with what the groups' backends raised.
+    Raises:
+        ExceptionGroup: what the backends of some groups raised. The others are aborted.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -644,7 +653,7 @@ def abort_groups() -> None:
             errors.append(error)
 
     groups = list(c10d._world.pg_names)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - no public list of groups
-    # Daemons, because an abort that hangs must not keep the process from its end.
+    # Daemons: the interpreter's end waits for no other threads.
     threads = [threading.Thread(target=abort, args=(one,), daemon=True) for one in groups]
     for thread in threads:
         thread.start()

@@ -16,7 +16,7 @@ from engine_api.results import Topology
 from engine_torch.parallel import find_shard_size, set_timeouts
 from engine_torchtitan.library import SPMD_BACKEND, ParallelDims, building_meshes_for
 
-__all__ = ["Layout", "build_layout", "connect_stages", "limit_groups", "list_ways"]
+__all__ = ["Layout", "build_layout", "connect_stages", "limit_groups", "list_routes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,10 @@ class Layout:
     pp: int
     """Number of stages of the pipeline."""
 
-    ways: Mapping[tuple[int, int], Any]
+    message_groups: Mapping[tuple[int, int], Any]
     """Process groups of two ranks for messages, by the stages of sender and receiver.
 
-    Those of other stages are None. A group for several ways would have several communicators, of
+    A group of other stages is None. A group for several routes would have several communicators, of
     which torch aborts one after another. On a GPU the first abort would wait for the kernels of the
     others, where a stage waits for one that has failed.
     """
@@ -135,27 +135,30 @@ def _build_dims(
         dims = ParallelDims(**sizes, world_size=dist.get_world_size(), spmd_backend=SPMD_BACKEND)
         with building_meshes_for(device_type):
             dims.build_mesh()
-        _DIMS[key] = dims, _build_ways(sizes["pp"])
+        _DIMS[key] = dims, _build_message_groups(sizes["pp"])
     return _DIMS[key]
 
 
-def list_ways(stages: int) -> list[tuple[int, int]]:
-    """Return the stages of sender and receiver of each way that a pipeline's messages take.
+def list_routes(stages: int) -> list[tuple[int, int]]:
+    """Return the stages of sender and receiver of each route of a pipeline's messages.
 
     Hidden states go to the next stage, and gradients to the one before. The first stage and the
     last one may hold one weight, whose gradients they add.
     """
     last = stages - 1
     pairs = [*((stage, stage + 1) for stage in range(last)), *([(0, last)] if last > 1 else [])]
-    return [way for one, other in pairs for way in ((one, other), (other, one))]
+    return [route for one, other in pairs for route in ((one, other), (other, one))]
 
 
-def _build_ways(stages: int) -> dict[tuple[int, int], Any]:
-    """Return the process groups for messages by way. All ranks call it."""
+def _build_message_groups(stages: int) -> dict[tuple[int, int], Any]:
+    """Return the process groups for messages by their route. All ranks call it.
+
+    torch lets all ranks take part in making each group: 1,024 of them on 512 ranks in four stages.
+    """
     ranks = torch.arange(dist.get_world_size()).view(stages, -1)
     return {
-        way: dist.new_subgroups_by_enumeration(ranks[list(way)].T.tolist())[0]
-        for way in list_ways(stages)
+        route: dist.new_subgroups_by_enumeration(ranks[list(route)].T.tolist())[0]
+        for route in list_routes(stages)
     }
 
 
@@ -196,7 +199,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         is_primary=rank >= world - per_stage and rank % (tp * cp) == 0,
         sizes=sizes,
     )
-    dims, ways = _build_dims(device_type, sizes)
+    dims, message_groups = _build_dims(device_type, sizes)
     return Layout(
         dims=dims,
         topology=topology,
@@ -204,7 +207,7 @@ def build_layout(parallelism: Parallelism, device_type: str) -> Layout:
         cp=cp,
         ep=parallelism.ep,
         pp=pp,
-        ways=ways,
+        message_groups=message_groups,
     )
 
 
@@ -213,18 +216,18 @@ def limit_groups(layout: Layout, device_type: str, timeout_s: int) -> None:
     experts = [] if layout.expert_mesh is None else [layout.expert_mesh]
     meshes = [layout.mesh, *experts, *layout.dims.get_all_one_dimensional_meshes().values()]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    set_timeouts([*groups, *layout.ways.values()], device_type, timeout_s)
+    set_timeouts([*groups, *layout.message_groups.values()], device_type, timeout_s)
 
 
 def connect_stages(layout: Layout, device: torch.device) -> None:
-    """Send a first message along each way that a pipeline's messages take. All ranks call it.
+    """Send a first message along each route of a pipeline's messages. All ranks call it.
 
     On a GPU ranks wait for each other at their first message, and nothing can abort that. In a step
     a stage would wait in vain there for one that has failed.
     """
     if layout.pp == 1:
         return
-    for (sender, receiver), group in layout.ways.items():
+    for (sender, receiver), group in layout.message_groups.items():
         message = torch.zeros(1, device=device)
         if layout.stage == sender:
             dist.send(message, layout.rank_of(receiver), group)

@@ -228,8 +228,8 @@ class Pipeline:
     """This rank's stage, with its messages to and from other stages.
 
     Messages do not wait for the rank that takes them, once ``parallel.connect_stages`` has been
-    called. Each way has a group of its own (``Layout.ways``): messages of both directions in one
-    group would wait for each other on a GPU.
+    called. Each route has a group of its own (``Layout.message_groups``): messages of both
+    directions in one group would wait for each other on a GPU.
 
     Args:
         module: the stage, wrapped by ``fully_shard``.
@@ -337,11 +337,11 @@ class Pipeline:
         self._receive_from(self.layout.stage + step, values)
 
     def _send_to(self, stage: int, values: Tensor) -> tuple[Any, Tensor]:
-        group = self.layout.ways[self.layout.stage, stage]
+        group = self.layout.message_groups[self.layout.stage, stage]
         return dist.isend(values, self.layout.rank_of(stage), group), values
 
     def _receive_from(self, stage: int, values: Tensor) -> None:
-        group = self.layout.ways[stage, self.layout.stage]
+        group = self.layout.message_groups[stage, self.layout.stage]
         dist.recv(values, self.layout.rank_of(stage), group)
 
     def spread(self, values: Tensor) -> Tensor:

@@ -152,7 +152,8 @@ class LoaderTrace(TorchDispatchMode):
             if operator == "aten::copy_":
                 self._record(args[0], args[1])
             else:
-                self._mark_changed(args[0], f"{operator} changes it on the way")
+                for target in _targets(args):
+                    self._mark_changed(target, f"{operator} changes it on the way")
         result = func(*args, **(kwargs or {}))
         if self._origins and isinstance(result, Tensor):
             if name == "aten::clone":
@@ -242,6 +243,13 @@ def _reduce(functions: tuple[Function, ...], dtype: torch.dtype) -> tuple[Functi
     """Return the functions, or none where they are casts that a copy into ``dtype`` does, too."""
     is_plain = all(one in (Cast(dtype), Cast(torch.float32)) for one in functions)
     return () if is_plain else functions
+
+
+def _targets(args: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors that an operator changes: its first argument, or those of a list."""
+    first = args[0] if args else None
+    every: Sequence[Any] = first if isinstance(first, list | tuple) else [first]
+    return [one for one in every if isinstance(one, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
