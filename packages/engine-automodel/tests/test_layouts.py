@@ -59,6 +59,7 @@ def test_layouts_of_adapters_beside_experts_compute_the_same(tmp_path: Path, ran
     run_peers("automodel", folder, ranks, [{**one, "lora": 4} for one in EXPERTS[ranks]])
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_compiled_blocks_of_each_layout_compute_the_same(tmp_path: Path) -> None:

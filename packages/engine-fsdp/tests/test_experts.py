@@ -492,6 +492,7 @@ def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
         assert why in text
 
 
+@pytest.mark.turn
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -54,7 +54,9 @@ def create(folder: Path, *, compiles: bool = False, **model: Any) -> Any:
 
 @ignore_reads_of_compile
 @pytest.mark.parametrize(
-    "compiles", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+    "compiles",
+    [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.turn])],
+    ids=["eager", "compiled"],
 )
 @pytest.mark.parametrize("model_type", sorted(TAKEN))
 def test_a_family_is_computed_as_transformers_does(
