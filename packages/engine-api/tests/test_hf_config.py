@@ -108,3 +108,65 @@ def test_a_rotation_that_transformers_passes_over_is_refused(tmp_path: Path) -> 
         read_hf_config(path, remedy="none")
     assert caught.value.field == "model.path"
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_a_part_that_a_family_computes_by_rotary_dim_is_read(
+    tmp_path: Path, model_type: str
+) -> None:
+    config = read_hf_config(write(tmp_path, model_type=model_type, rotary_dim=8), remedy="none")
+    assert config.rotary_dim == 8
+
+
+def test_a_part_wider_than_the_heads_is_left_to_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="minimax", head_dim=16, rotary_dim=64)
+    config = read_hf_config(path, remedy="none")
+    assert "partial_rotary_factor" not in config.rope_parameters
+
+
+def test_code_of_the_folder_may_read_rotary_dim_itself(tmp_path: Path) -> None:
+    lines = (
+        "from transformers import PreTrainedConfig",
+        "class Config(PreTrainedConfig):",
+        "    model_type = 'own'",
+        "    def __init__(self, **keys):",
+        "        self.head_dim = 16",
+        "        self.rotary_dim = 8",
+        "        self.rope_parameters = {'rope_type': 'default', 'rope_theta': 1e4}",
+        "        super().__init__(**keys)",
+    )
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    path = write(tmp_path, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    config = read_hf_config(path, remedy="none", trust_remote_code=True)
+    assert config.rotary_dim == 8
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
+
+
+LAYERED: dict[str, Any] = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": None,
+    },
+}
+
+
+def test_a_type_of_layers_without_rope_rotates_no_part(tmp_path: Path) -> None:
+    path = write(tmp_path, **LAYERED, head_dim=16, rotary_dim=8)
+    with pytest.raises(ConfigError, match="rotation of 8 of each head's 16 dimensions"):
+        read_hf_config(path, remedy="none")
+    content: dict[str, Any] = LAYERED | {"head_dim": 16, "rotary_dim": 8}
+    parts: dict[str, Any] = content["rope_parameters"]
+    in_part: dict[str, Any] = parts["full_attention"] | {"partial_rotary_factor": 0.5}
+    content["rope_parameters"] = parts | {"full_attention": in_part}
+    config = read_hf_config(write(tmp_path, **content), remedy="none")
+    assert config.rope_parameters["full_attention"]["partial_rotary_factor"] == 0.5
+
+
+def test_a_part_of_heads_of_unknown_size_is_left_to_transformers(tmp_path: Path) -> None:
+    # The class has neither head_dim nor num_attention_heads.
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    path = write(tmp_path, model_type="mamba", rotary_dim=8, rope_parameters=rope)
+    assert read_hf_config(path, remedy="none").rope_parameters == rope

@@ -57,6 +57,81 @@ def test_the_rotated_part_of_heads_is_overridden_with_all_of_rope(key):
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+PARTIAL = {
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        head_dim=128, rotary_dim=64, partial_rotary_factor=0.5, num_hidden_layers=2
+    ),
+    "phi": lambda: transformers.PhiConfig(num_hidden_layers=2),
+}
+
+
+@rope_scaling_is_deprecated
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("family", PARTIAL)
+def test_rope_without_the_rotated_part_of_heads_is_told_the_one_of_the_file(family, key):
+    with pytest.raises(ConfigError, match="leaves RoPE without partial_rotary_factor") as caught:
+        override(PARTIAL[family](), {key: PLAIN | {"rope_type": "linear", "factor": 2.0}})
+    assert caught.value.field == f"model.config_overrides.{key}"
+    assert caught.value.remedy == (
+        "add partial_rotary_factor: 0.5 to it, or 1.0 for a rotation of whole heads"
+    )
+    for factor in (0.5, 1.0):
+        config = PARTIAL[family]()
+        override(config, {key: PLAIN | {"partial_rotary_factor": factor}})
+        assert config.rope_parameters["partial_rotary_factor"] == factor
+
+
+def test_rope_without_base_and_rotated_part_is_told_both():
+    with pytest.raises(ConfigError) as caught:
+        override(PARTIAL["minimax_m2"](), {"rope_parameters": {"rope_type": "default"}})
+    assert caught.value.remedy == "add rope_theta: 5000000.0, partial_rotary_factor: 0.5 to it"
+
+
+def test_a_rotation_of_whole_heads_needs_no_part():
+    config = transformers.MiniMaxM2Config(
+        head_dim=64, partial_rotary_factor=1.0, num_hidden_layers=2
+    )
+    override(config, {"rope_parameters": PLAIN})
+    assert config.rope_parameters == PLAIN
+
+
+def layered():
+    """Return a configuration in which one of two types of layers rotates half of each head."""
+    return transformers.LagunaConfig(
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": PLAIN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN | {"partial_rotary_factor": 1.0},
+        },
+    )
+
+
+@pytest.mark.parametrize("rope", [{"full_attention": PLAIN, "sliding_attention": PLAIN}, PLAIN])
+def test_each_type_of_layers_needs_its_rotated_part(rope):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor: 0\.5 \(full_attention\) to it"):
+        override(layered(), {"rope_parameters": rope})
+
+
+def test_a_type_of_layers_that_rotates_whole_heads_needs_no_part():
+    rope = {
+        "full_attention": PLAIN | {"partial_rotary_factor": 0.25},
+        "sliding_attention": PLAIN,
+    }
+    config = layered()
+    override(config, {"rope_parameters": rope})
+    assert config.rope_parameters == rope
+
+
+def test_rope_by_type_of_layers_needs_the_rotated_part_of_all_layers():
+    config = transformers.Qwen3Config(
+        num_hidden_layers=2, rope_parameters=PLAIN | {"partial_rotary_factor": 0.5}
+    )
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor: 0\.5 \(full_attention\) to it"):
+        override(config, {"rope_parameters": {"full_attention": PLAIN}})
+
+
 @rope_scaling_is_deprecated
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),

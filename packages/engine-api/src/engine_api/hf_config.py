@@ -47,9 +47,10 @@ def read_hf_config(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Return transformers' configuration of a folder or hub id, as it is in the file.
+    """Return a model's configuration as it is in the file, except MiniMax-M2's ``rotary_dim``.
 
-    ``hf_overrides`` changes it later. A ``rotary_dim`` that transformers passes over is applied.
+    transformers before 5.18 passes over that key, which is applied here. ``hf_overrides`` changes
+    the configuration later.
 
     Args:
         path: the folder, or the hub id.
@@ -91,38 +92,69 @@ def read_hf_config(
 
 
 def _apply_rotary_dim(text: Any, file: str, field: str) -> None:
-    """Rotate as much of each head as the ``rotary_dim`` of the file says.
+    """Rotate as much of each head of a MiniMax-M2 as the ``rotary_dim`` of the file says.
 
     transformers keeps a key that a family's class does not declare, and computes nothing of it,
     while servers rotate that part of each head alone: log-probs then differ by more than a nat.
+    Code outside transformers may read the key itself, and is left alone.
 
     Raises:
-        ConfigError: transformers rotates whole heads in this family.
+        ConfigError: transformers rotates whole heads in a family other than MiniMax-M2.
     """
-    width = getattr(text, "rotary_dim", None)
-    rope = getattr(text, "rope_parameters", None)
-    is_declared = hasattr(text.__class__, "rotary_dim")
-    if is_declared or type(width) is not int or not isinstance(rope, dict):
+    width = _size(text, "rotary_dim")
+    head = _head_size(text)
+    from_transformers = type(text).__module__.startswith("transformers.")
+    if not from_transformers or type(width) is not int or head is None or width >= head:
         return
-    parameters = cast("dict[str, Any]", rope)
-    # The parameters are those of the whole model, or one mapping for each type of layer.
-    parts = [parameters] if "rope_type" in parameters else [*parameters.values()]
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if width == head or all("partial_rotary_factor" in part for part in parts):
+    # GPT-J and CodeGen declare the key and read it. MiniMax-M3 declares it and rotates whole heads.
+    if hasattr(text.__class__, "rotary_dim"):
+        return
+    parts = [part for part in rope_parts(text).values() if part]
+    if all("partial_rotary_factor" in part for part in parts):
         return
     if text.model_type not in _ROTATED_IN_PART:
         raise ConfigError(
             field,
-            f"{file} asks for a rotation of {width} of each head's {head} dimensions (rotary_dim)",
-            why=f"transformers does not read that key in a {text.model_type}, and rotates "
+            f"{file} is read as a rotation of {width} of each head's {head} dimensions "
+            "(rotary_dim)",
+            why=f"transformers does not compute that in a {text.model_type}, and rotates "
             f"all {head}",
-            remedy="use a model of another family, or remove rotary_dim from config.json if the "
-            "model was trained with a rotation of whole heads",
+            remedy=f"use a model of another family, or set rotary_dim in config.json to {head} if "
+            "the model was trained with a rotation of whole heads",
         )
     # Both places are those of transformers 5.18, and reach the folders that are saved.
     text.partial_rotary_factor = width / head
     for part in parts:
         part.setdefault("partial_rotary_factor", width / head)
+
+
+def rope_parts(text: Any) -> dict[str, dict[str, Any]]:
+    """Return RoPE's parameters by type of layer, or under ``""`` where all layers share them.
+
+    Types of layers without parameters are left out. A configuration without any has an empty
+    mapping for all layers.
+    """
+    rope = getattr(text, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return {"": {}}
+    parameters = cast("dict[str, Any]", rope)
+    parts = {
+        kind: cast("dict[str, Any]", part)
+        for kind, part in parameters.items()
+        if isinstance(part, dict)
+    }
+    return parts or {"": parameters}
+
+
+def _head_size(text: Any) -> int | None:
+    """Return the dimensions of each head, or None if the configuration does not say them."""
+    head = _size(text, "head_dim")
+    if head is None:
+        hidden = _size(text, "hidden_size")
+        heads = _size(text, "num_attention_heads")
+        if type(hidden) is int and type(heads) is int:
+            return hidden // heads
+    return head if type(head) is int else None
 
 
 def check_counts(content: Mapping[str, Any], file: str, field: str) -> None:

@@ -6,13 +6,13 @@ then have no effect is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from inspect import getattr_static
 from typing import Any
 
 from engine_api.config import near_matches
 from engine_api.errors import ConfigError
-from engine_api.hf_config import check_counts, check_sizes
+from engine_api.hf_config import check_counts, check_sizes, rope_parts
 
 _FIELD = "model.config_overrides"
 _ROPE = ("rope_scaling", "rope_parameters")
@@ -28,11 +28,13 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
         field: the configuration key that holds them, for errors.
 
     Raises ``ConfigError`` for a key that is unknown, or that would have no effect or only half of
-    it, and for a value that the model's family does not accept.
+    it, for parameters of RoPE that leave out the base or a ``partial_rotary_factor`` that the file
+    has (other than 1), and for a value that the model's family does not accept.
     """
     from transformers import PreTrainedConfig
 
     bases = _bases(config.get_text_config())
+    factors = _factors(config.get_text_config())
     for key, value in overrides.items():
         if not _is_key(config, key):
             known = [name for name in config.to_dict() if _is_key(config, name)]
@@ -64,17 +66,7 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
     text = config.get_text_config()
     check_sizes(text, field, field)
     for key in (key for key in _ROPE if key in overrides):
-        if any(part.get("rope_theta") is None for part in _rope(text)):
-            if overrides[key]:
-                remedy = f"add {bases} to it"
-            else:
-                remedy = f"give rope_parameters: {{rope_type: default, {bases}}}"
-            raise ConfigError(
-                f"{field}.{key}",
-                "leaves RoPE without rope_theta",
-                why="it replaces all of RoPE's parameters, including the base in the file",
-                remedy=remedy,
-            )
+        _check_rope(text, f"{field}.{key}", overrides[key], bases, factors)
     if key := _idle_part(text, overrides):
         raise ConfigError(
             f"{field}.{key}",
@@ -106,26 +98,85 @@ def _is_key(config: Any, key: str) -> bool:
     return key in config.to_dict() or key in config.attribute_map or key in vars(config)
 
 
-def _rope(text: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield RoPE's parameters, as one set or as one for each kind of layer."""
-    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
-    kinds: list[Mapping[str, Any]] = [part for part in rope.values() if isinstance(part, Mapping)]
-    yield from kinds or [rope]
+def _check_rope(
+    text: Any, field: str, value: Any, bases: str, factors: Mapping[str, float]
+) -> None:
+    """Raise ``ConfigError`` for parameters of RoPE that leave out some of the file's.
+
+    Args:
+        text: the configuration with the override.
+        field: the override's configuration key, for errors.
+        value: the override.
+        bases: the file's base of RoPE in the notation of an override.
+        factors: the rotated part of each head in the file, from ``_factors``.
+    """
+    parts = rope_parts(text)
+    missing = _missing_factors(parts, factors)
+    if any(part.get("rope_theta") is None for part in parts.values()):
+        needed = f"{bases}, {_written(missing)}" if missing else bases
+        if value:
+            remedy = f"add {needed} to it"
+        else:
+            remedy = f"give rope_parameters: {{rope_type: default, {needed}}}"
+        raise ConfigError(
+            field,
+            "leaves RoPE without rope_theta",
+            why="it replaces all of RoPE's parameters, including the base in the file",
+            remedy=remedy,
+        )
+    if missing:
+        raise ConfigError(
+            field,
+            "leaves RoPE without partial_rotary_factor",
+            why="it replaces all of RoPE's parameters, including the part of each head that is "
+            "rotated",
+            remedy=f"add {_written(missing)} to it, or 1.0 for a rotation of whole heads",
+        )
 
 
 def _bases(text: Any) -> str:
     """Return the file's base of RoPE in the notation of an override."""
-    rope: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
-    kinds: dict[str, Mapping[str, Any]] = {
-        kind: part for kind, part in rope.items() if isinstance(part, Mapping)
-    }
-    bases = [f"{part.get('rope_theta', '…')} ({kind})" for kind, part in kinds.items()]
-    return f"rope_theta: {', '.join(bases) or rope.get('rope_theta', '…')}"
+    bases = [
+        f"{part.get('rope_theta', '…')}{_suffix(kind)}" for kind, part in rope_parts(text).items()
+    ]
+    return f"rope_theta: {', '.join(bases)}"
+
+
+def _factors(text: Any) -> dict[str, float]:
+    """Return the rotated part of each head, by type of layer, where it is not all of it."""
+    factors = {kind: part.get("partial_rotary_factor") for kind, part in rope_parts(text).items()}
+    return {kind: factor for kind, factor in factors.items() if factor not in (None, 1)}
+
+
+def _missing_factors(
+    parts: Mapping[str, Mapping[str, Any]], factors: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the rotated parts of heads in the file that new parameters of RoPE leave out."""
+    missing: dict[str, float] = {}
+    for kind, part in parts.items():
+        if part.get("partial_rotary_factor") is not None:
+            continue
+        if not kind:
+            # Parameters for all layers replace those of each type.
+            missing |= factors
+        elif (factor := factors.get(kind, factors.get(""))) is not None:
+            missing[kind] = factor
+    return missing
+
+
+def _written(factors: Mapping[str, float]) -> str:
+    """Return rotated parts of heads in the notation of an override."""
+    written = [f"{factor}{_suffix(kind)}" for kind, factor in factors.items()]
+    return f"partial_rotary_factor: {', '.join(written)}"
+
+
+def _suffix(kind: str) -> str:
+    return f" ({kind})" if kind else ""
 
 
 def _idle_part(text: Any, overrides: Mapping[str, Any]) -> str | None:
     """Return the key of an override of RoPE's part of each head that has no effect, or None."""
-    if not any("partial_rotary_factor" in part for part in _rope(text)):
+    if not any("partial_rotary_factor" in part for part in rope_parts(text).values()):
         return None
     return next((key for key in _ROTATED_PARTS if key in overrides), None)
 
