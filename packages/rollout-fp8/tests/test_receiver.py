@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine_api.errors import RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.export import exporter
 from rollout_fp8.export.plan import Source, make_plan
+from rollout_fp8.install.copies import kept_copies
 from rollout_fp8.install.receiver import Receiver
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.phases import Phases
@@ -278,6 +280,116 @@ def test_a_server_whose_kernel_keeps_a_copy_of_scales_is_refused_by_name() -> No
     stale: Any = _KeepsScales(lambda scale: scale.detach().clone())
     with pytest.raises(RolloutError, match=r"(?s)keeps copies of its weights.*scale_inv"):
         Receiver(stale, stream.plan, stale.load_weights)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape)
+
+
+def _computed(tensor: torch.Tensor) -> torch.Tensor:
+    return -torch.exp(tensor)
+
+
+@pytest.mark.parametrize("keep", [_zeros, _computed])
+def test_tensors_that_are_no_copies_of_marks_may_be_equal(keep: Any) -> None:
+    """Nothing is sent for a buffer of zeros, and computed values may be equal by chance."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decay = torch.nn.Parameter(torch.zeros(16), requires_grad=False)
+            self.register_buffer("scratch", torch.zeros(16))
+
+        def load_weights(self, weights):
+            for _, tensor in weights:
+                self.decay.data.copy_(-torch.exp(tensor))
+                self.kernel = SimpleNamespace(workspace=keep(tensor))
+
+    model: Any = Keeps()
+    weights = {"log": torch.randn(16)}
+    stream = stream_of(weights, fp8=False, dtype=torch.float32)
+    Receiver(model, stream.plan, model.load_weights).sync(stream, Phases(CPU))
+    assert torch.equal(model.decay, -torch.exp(weights["log"]))
+
+
+class _Slots:
+    """Kernel without a dictionary of its attributes."""
+
+    __slots__ = ("scale", "unset")
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+    def run(self) -> torch.Tensor:
+        return self.scale
+
+
+def _as_module(weight: torch.Tensor) -> torch.nn.Module:
+    kernel = torch.nn.Module()
+    kernel.inner = torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)])
+    return kernel
+
+
+_HOLDERS: dict[str, Any] = {
+    "attribute": _Scales,
+    "slot": _Slots,
+    "bound method": lambda weight: _Slots(weight).run,
+    "bound method of a partial": lambda weight: partial(_Slots(weight).run),
+    "module outside of the model": lambda weight: {"kernel": _as_module(weight)},
+    "method of the tensor": lambda weight: weight.matmul,
+}
+
+
+def _model_of(**weights: torch.Tensor) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a model that has a layer with the weights, and these by name."""
+    model = torch.nn.Module()
+    model.layer = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(one, requires_grad=False) for name, one in weights.items()}
+    )
+    return model, {f"layer.{name}": model.layer[name] for name in weights}
+
+
+@pytest.mark.parametrize("kind", _HOLDERS)
+def test_copies_are_found_in_what_a_server_refers_to(kind: str) -> None:
+    # Two weights, the samples of which are equal.
+    other = torch.rand(64, 64)
+    weight = other.clone()
+    weight[32] = 2.0
+    model, saved = _model_of(other=other, weight=weight)
+    layer: Any = model.layer
+    layer.kernel = _HOLDERS[kind](weight.data)
+    layer.back = SimpleNamespace(model=model, run=model.forward)
+    assert not [*kept_copies(model, saved)]
+    layer.kernel = _HOLDERS[kind](weight.t().contiguous().t())
+    assert [*kept_copies(model, saved)] == [("layer", "layer.weight")]
+
+
+def test_a_buffer_that_is_not_saved_is_found_as_a_copy() -> None:
+    weight = torch.rand(4, 4)
+    model, saved = _model_of(weight=weight)
+    model.register_buffer("view", weight.data, persistent=False)
+    assert not [*kept_copies(model, saved)]
+    model.register_buffer("copy", weight.clone(), persistent=False)
+    assert [*kept_copies(model, saved)] == [("", "layer.weight")]
+
+
+def test_copies_are_looked_for_by_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison of each weight with each tensor would be a synchronization each on a GPU."""
+    compared: list[torch.Tensor] = []
+
+    def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+        compared.append(one)
+        return bool((one == other).all())
+
+    monkeypatch.setattr(torch, "equal", equal)
+    experts = {f"expert{number}": torch.rand(8, 8) for number in range(50)}
+    model, saved = _model_of(**experts)
+    model.kernels = [_Scales(torch.zeros(8, 8)) for _ in range(50)]
+    assert not [*kept_copies(model, saved)]
+    assert not compared
+    model.kernels[7].scale = experts["expert3"].clone()
+    assert [*kept_copies(model, saved)] == [("", "layer.expert3")]
+    assert len(compared) == 1
 
 
 class _Transposes(torch.nn.Module):

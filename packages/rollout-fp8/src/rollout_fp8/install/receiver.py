@@ -118,7 +118,7 @@ class Receiver:
         self._bound: WirePlan | None = None
         unlike = self._unlike_marks()
         if not self._packed:
-            self._check_copies()
+            self._check_copies(written)
         unread = unlike | {region.name for region in self.regions if region.functions}
         self._readable = [region for region in self.regions if region.name not in unread]
         in_rows = [self._lies_in_rows(region) for region in self._readable]
@@ -412,9 +412,14 @@ class Receiver:
         part = region.view(parameter)
         return torch.equal(part, region.compute(mark).to(part.dtype))
 
-    def _check_copies(self) -> None:
-        """Raise ``RolloutError`` where the server keeps copies of weights, which now are marks."""
-        kept = [*kept_copies(self._model, list_saved(self._model))]
+    def _check_copies(self, written: Iterable[str]) -> None:
+        """Raise ``RolloutError`` where the server keeps copies of weights, which now are marks.
+
+        Parameters that are computed are left out: their values may be equal by chance.
+        """
+        computed = {region.parameter for region in self.regions if region.functions}
+        marked = {name: self._read(name) for name in written if name not in computed}
+        kept = [*kept_copies(self._model, marked)]
         if kept:
             shown = ", ".join(f"{name} (in {at or 'the model'})" for at, name in kept[:5])
             raise RolloutError(

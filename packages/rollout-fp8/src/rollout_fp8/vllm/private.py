@@ -399,7 +399,9 @@ def kept_expert_kernels(model: Any) -> Iterator[None]:
     call. A reload gives quantized experts a new kernel, whose scales are temporary tensors that are
     then copied into the layer's own: the scales of later syncs into place would reach the layer and
     the audit, and no kernel (0.26.0 and 0.32.0, ``Fp8MoEMethod.process_weights_after_loading``).
-    The first kernel has the layer's own, as CUDA graphs do. Upstream: vllm-project/vllm#41670.
+    The first kernel has the layer's own, as CUDA graphs do. This assumes that a reload keeps each
+    layer's ``quant_method``: a new one would go on with its temporary scales, and the check for
+    copies (``install/copies.py``) would refuse the server. Upstream: vllm-project/vllm#41670.
     """
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kept = [
