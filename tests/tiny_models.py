@@ -191,6 +191,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "inkling2_loop_text": _INKLING2,
     "inkling2_text": _INKLING2,
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    # transformers reads this part of each head alone, and passes over rotary_dim.
+    "minimax_m3_vl_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -110,6 +110,18 @@ def test_a_rotation_that_transformers_passes_over_is_refused(tmp_path: Path) -> 
     assert caught.value.remedy
 
 
+def test_a_part_that_a_class_declares_and_does_not_compute_is_refused(tmp_path: Path) -> None:
+    # The class has 64 as default. No module of the family reads it.
+    family: dict[str, Any] = {"model_type": "minimax_m3_vl_text", "head_dim": 128}
+    with pytest.raises(ConfigError, match="rotation of 64 of each head's 128 dimensions") as caught:
+        read_hf_config(write(tmp_path, **family), remedy="none")
+    assert "set rotary_dim in config.json to 128" in caught.value.remedy
+    config = read_hf_config(write(tmp_path, **family, rotary_dim=128), remedy="none")
+    assert "partial_rotary_factor" not in config.rope_parameters
+    config = read_hf_config(write(tmp_path, **family, partial_rotary_factor=0.5), remedy="none")
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+
+
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_a_part_that_a_family_computes_by_rotary_dim_is_read(
     tmp_path: Path, model_type: str

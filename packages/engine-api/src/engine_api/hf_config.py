@@ -94,9 +94,9 @@ def read_hf_config(
 def _apply_rotary_dim(text: Any, file: str, field: str) -> None:
     """Rotate as much of each head of a MiniMax-M2 as the ``rotary_dim`` of the file says.
 
-    transformers keeps a key that a family's class does not declare, and computes nothing of it,
-    while servers rotate that part of each head alone: log-probs then differ by more than a nat.
-    Code outside transformers may read the key itself, and is left alone.
+    transformers keeps that key, even declares it in some classes, and computes nothing of it where
+    RoPE has parameters. Servers rotate that part of each head alone: log-probs then differ by more
+    than a nat. Code outside transformers may read the key itself, and is left alone.
 
     Raises:
         ConfigError: transformers rotates whole heads in a family other than MiniMax-M2.
@@ -106,9 +106,7 @@ def _apply_rotary_dim(text: Any, file: str, field: str) -> None:
     from_transformers = type(text).__module__.startswith("transformers.")
     if not from_transformers or type(width) is not int or head is None or width >= head:
         return
-    # GPT-J and CodeGen declare the key and read it. MiniMax-M3 declares it and rotates whole heads.
-    if hasattr(text.__class__, "rotary_dim"):
-        return
+    # GPT-J and CodeGen read the key, and have no parameters of RoPE.
     parts = [part for part in rope_parts(text).values() if part]
     if all("partial_rotary_factor" in part for part in parts):
         return
