@@ -99,6 +99,28 @@ def test_a_list_with_a_tensor_that_came_is_refused() -> None:
         Receiver(model, stream.plan, model.load_weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_of_a_parameter_is_computed_in_its_dtype(dtype: torch.dtype) -> None:
+    class Decays(torch.nn.Module):
+        """Server that computes in the parameter, as vLLM's Mamba 2 does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.decay = torch.nn.Parameter(torch.zeros(6), requires_grad=False)
+
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.decay.data.copy_(tensor)
+                self.decay.data.copy_(-torch.exp(self.decay.data.float()))
+
+    model: Any = Decays()
+    session = SyncSession(InProcess([model]))
+    for version in range(2):
+        logarithm = torch.randn(6).to(dtype)
+        session.run(stream_of({"log": logarithm.float()}, fp8=False, dtype=dtype), version)
+        assert torch.equal(model.decay, -torch.exp(logarithm.float()))
+
+
 def test_a_copy_in_another_order_is_refused_by_what_was_done() -> None:
     class Reorders(torch.nn.Module):
         """Server that puts heads behind each other, as vLLM's GPT-NeoX."""

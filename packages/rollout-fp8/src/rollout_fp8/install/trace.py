@@ -233,9 +233,13 @@ class LoaderTrace(TorchDispatchMode):
         self._regions[region] = replace(region, functions=_reduce(origin.functions, tensor.dtype))
         is_whole = target.shape == tensor.shape == source.shape and tensor.is_contiguous()
         if self._current and is_whole and target.stride() == tensor.stride():
-            memory = StorageWeakRef(tensor.untyped_storage())
+            cast = [] if source.dtype == tensor.dtype else [Cast(tensor.dtype)]
             self._origins[_storage(tensor)] = replace(
-                origin, held=_layout(tensor), part=part, memory=memory
+                origin,
+                held=_layout(tensor),
+                part=part,
+                functions=(*origin.functions, *cast),
+                memory=StorageWeakRef(tensor.untyped_storage()),
             )
 
 
