@@ -42,10 +42,13 @@ _WRONG_ON_CPU = frozenset(
     {
         "Cohere2ForCausalLM",
         "Cohere2MoeForCausalLM",
-        # Its weights are served rightly, the derived ones of latent attention included.
+        # Weights are served rightly, the derived ones of latent attention included. Without it
+        # (VLLM_MLA_DISABLE=1) log-probs are as wrong.
+        "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         # The biases of its routers are served rightly, too.
         "Ernie4_5_MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "Lfm2ForCausalLM",
     }
 )
