@@ -6,7 +6,6 @@ with, and tiny models make much of it. This rounding alone tells what a right se
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from engine_api.hf_names import pieces_of
 from rollout_fp8.fp8.layers import kind
 from rollout_fp8.fp8.quantize import E4M3_MAX, dequantize, quantize
 from rollout_fp8.wire.format import BLOCK
-
-# Transformers has the experts of a layer in one parameter, and checkpoints one by one.
-_STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 class EmulatedFp8(TorchFunctionMode):
@@ -32,9 +29,11 @@ class EmulatedFp8(TorchFunctionMode):
     def __init__(self, model: Any, architecture: str) -> None:
         super().__init__()
         self._storages: set[int] = set()
-        for name, parameter in model.named_parameters():
-            saved = _STACKED.sub(".experts.0.down_proj.weight", name)
-            if kind(architecture, saved) == "quantized":
+        parameters = dict(model.named_parameters())
+        for name, pieces in pieces_of(model).items():
+            kinds = {kind(architecture, piece.name) for piece in pieces}
+            if name in parameters and kinds == {"quantized"}:
+                parameter = parameters[name]
                 self._storages.add(parameter.untyped_storage().data_ptr())
                 _round_weight(parameter.data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_pictured_model
+from tiny_models import tiny_model, tiny_pictured_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -150,6 +150,56 @@ def test_the_servers_leave_exactly_the_plain_linear_modules(family: str) -> None
     # SGLang compares whole parts of dotted names, and a fused module's parts with all of theirs: no
     # prefix may be named.
     assert not [n for n in linear - plain for s in skipped if f".{s}." in f".{n}."]
+
+
+TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "arcee", "cohere", "cwm", "ernie4_5", "exaone4"),
+    *("gemma", "gemma2", "gemma3_text", "granite", "jais2", "nemotron", "olmo3", "seed_oss"),
+    *("stablelm", "glm", "glm4", "phi3", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "olmoe"),
+    *("qwen2_moe", "mixtral", "minimax_m2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    "minicpm3",
+)
+
+
+def is_router(name: str, module: torch.nn.Module) -> bool:
+    return "Router" in type(module).__name__ or name.rpartition(".")[2] in ("gate", "router")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_transformers_computes_by_a_product_in_a_layer_is_quantized(model_type: str) -> None:
+    model = tiny_model(model_type)
+    architecture = type(model).__name__
+    products = set[str]()
+    plain_modules = set[str]()
+    for parent, module in model.named_modules():
+        if ".layers." not in parent:
+            continue
+        if is_router(parent, module) or parent.endswith("shared_expert_gate"):
+            plain_modules.add(parent)
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            # Stacked experts have three dimensions.
+            if (isinstance(module, torch.nn.Linear) and name == "weight") or parameter.dim() == 3:
+                products.add(f"{parent}.{name}")
+    assert products
+    saved = {name: [piece.name for piece in pieces] for name, pieces in pieces_of(model).items()}
+    for name, pieces in saved.items():
+        wanted = "quantized" if name in products else "plain"
+        assert {kind(architecture, piece) for piece in pieces} <= {wanted}, name
+    named = {*server_config(architecture, model.config.num_hidden_layers)["modules_to_not_convert"]}
+    gates = {
+        piece.removesuffix(".weight")
+        for name, pieces in saved.items()
+        for piece in pieces
+        if name.removesuffix(".weight") in plain_modules
+    }
+    assert gates <= named
+
+
+def test_each_architecture_of_the_table_is_compared() -> None:
+    of_types = {type(tiny_model(one)).__name__ for one in TYPES}
+    pictured = {type(tiny_pictured_model(one)).__name__ for one in PICTURED}
+    assert of_types | pictured == {*ARCHITECTURES}
 
 
 PICTURED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -43,16 +43,25 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 _LAYER = "model.layers.#."
 _ATTENTION = _LAYER + "self_attn.{q_proj,k_proj,v_proj,o_proj}."
+_FUSED_ATTENTION = _LAYER + "self_attn.qkv_proj."
 _MLP = _LAYER + "mlp.{gate_proj,up_proj,down_proj}."
+_FUSED_MLP = _LAYER + "mlp.{gate_up_proj,down_proj}."
 _EXPERTS = _LAYER + "mlp.experts.#.{gate_proj,up_proj,down_proj}."
 _LATENT = _LAYER + "self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj}."
 _SHARED = _LAYER + "mlp.shared_experts.{gate_proj,up_proj,down_proj}."
+_SHARED_EXPERT = _LAYER + "mlp.shared_expert.{gate_proj,up_proj,down_proj}."
+_SHARED_GATE = _LAYER + "mlp.shared_expert_gate"
 _GATE = _LAYER + "mlp.gate"
+_SPARSE = _LAYER + "block_sparse_moe."
+_NORMS = (
+    "{input_layernorm,post_attention_layernorm,post_self_attn_layernorm,post_mlp_layernorm,"
+    "pre_feedforward_layernorm,post_feedforward_layernorm}"
+)
 _OUTSIDE = (
     "model.embed_tokens.weight",
-    "model.norm.weight",
+    "model.norm.{weight,bias}",
     "lm_head.weight",
-    _LAYER + "{input_layernorm,post_attention_layernorm}.weight",
+    _LAYER + _NORMS + ".{weight,bias}",
 )
 
 _DENSE = Layers(
@@ -65,10 +74,35 @@ _DENSE = Layers(
     ),
     plain_modules=("lm_head",),
 )
-_QWEN3_MOE = Layers(
-    quantized=(*_DENSE.quantized, _EXPERTS + "weight"),
-    plain=(*_DENSE.plain, _GATE + ".weight"),
+# Checkpoints that hold projections of a layer in one tensor.
+_FUSED = Layers(
+    quantized=(*(one + "weight" for one in (_ATTENTION, _FUSED_ATTENTION, _FUSED_MLP)),),
+    plain=(*_OUTSIDE, _ATTENTION + "bias"),
+    plain_modules=("lm_head",),
+)
+_LATENT_DENSE = Layers(
+    quantized=(_LATENT + "weight", _MLP + "weight"),
+    plain=(*_OUTSIDE, _LAYER + "self_attn.{q_a_layernorm,kv_a_layernorm}.weight"),
+    plain_modules=("lm_head",),
+)
+_MOE = Layers(
+    quantized=(*_DENSE.quantized, _EXPERTS + "weight", _SHARED + "weight"),
+    plain=(
+        *_DENSE.plain,
+        _GATE + ".{weight,e_score_correction_bias}",
+        _LAYER + "mlp.moe_statics.e_score_correction_bias",
+    ),
     plain_modules=("lm_head", _GATE),
+)
+_QWEN2_MOE = Layers(
+    quantized=(*_DENSE.quantized, _EXPERTS + "weight", _SHARED_EXPERT + "weight"),
+    plain=(*_DENSE.plain, _GATE + ".weight", _SHARED_GATE + ".weight"),
+    plain_modules=("lm_head", _GATE, _SHARED_GATE),
+)
+_MIXTRAL = Layers(
+    quantized=(_ATTENTION + "weight", _SPARSE + "experts.#.{w1,w2,w3}.weight"),
+    plain=(*_DENSE.plain, _SPARSE + "gate.weight", _SPARSE + "e_score_correction_bias"),
+    plain_modules=("lm_head", _SPARSE + "gate"),
 )
 _DEEPSEEK = Layers(
     quantized=(_LATENT + "weight", _MLP + "weight", _EXPERTS + "weight", _SHARED + "weight"),
@@ -125,13 +159,45 @@ _QWEN3_VL = _pictured(
 )
 
 ARCHITECTURES: Mapping[str, Layers] = {
-    "LlamaForCausalLM": _DENSE,
-    "MistralForCausalLM": _DENSE,
-    "Qwen2ForCausalLM": _DENSE,
-    "Qwen3ForCausalLM": _DENSE,
-    "Qwen3MoeForCausalLM": _QWEN3_MOE,
-    "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    **dict.fromkeys(
+        (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "ArceeForCausalLM",
+            "CohereForCausalLM",
+            "CwmForCausalLM",
+            "Ernie4_5ForCausalLM",
+            "Exaone4ForCausalLM",
+            "GemmaForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "GraniteForCausalLM",
+            "Jais2ForCausalLM",
+            "NemotronForCausalLM",
+            "Olmo3ForCausalLM",
+            "SeedOssForCausalLM",
+            "StableLmForCausalLM",
+        ),
+        _DENSE,
+    ),
+    **dict.fromkeys(("GlmForCausalLM", "Glm4ForCausalLM", "Phi3ForCausalLM"), _FUSED),
+    **dict.fromkeys(
+        (
+            "Qwen3MoeForCausalLM",
+            "Ernie4_5_MoeForCausalLM",
+            "Glm4MoeForCausalLM",
+            "OlmoeForCausalLM",
+        ),
+        _MOE,
+    ),
+    "Qwen2MoeForCausalLM": _QWEN2_MOE,
+    **dict.fromkeys(("MixtralForCausalLM", "MiniMaxM2ForCausalLM"), _MIXTRAL),
+    **dict.fromkeys(
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _DEEPSEEK
+    ),
+    "MiniCPM3ForCausalLM": _LATENT_DENSE,
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
