@@ -76,7 +76,7 @@ _DENSE = Layers(
 )
 # Checkpoints that hold projections of a layer in one tensor.
 _FUSED = Layers(
-    quantized=(*(one + "weight" for one in (_ATTENTION, _FUSED_ATTENTION, _FUSED_MLP)),),
+    quantized=(_ATTENTION + "weight", _FUSED_ATTENTION + "weight", _FUSED_MLP + "weight"),
     plain=(*_OUTSIDE, _ATTENTION + "bias"),
     plain_modules=("lm_head",),
 )
