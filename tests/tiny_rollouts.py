@@ -53,12 +53,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
         for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
     },
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "glm4_moe": {"head_dim": 32},
-    "glm4_moe_lite": {
-        "first_k_dense_replace": 1,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-    },
+    "glm4_moe": {"head_dim": 64},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
     "phi": {"num_key_value_heads": 4},
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "lfm2": {

@@ -57,6 +57,18 @@ def test_the_rotated_part_of_heads_is_overridden_with_all_of_rope(key):
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
 
 
+def test_the_width_of_heads_is_overridden_with_the_part_that_is_rotated():
+    config = transformers.MiniMaxM2Config(
+        head_dim=64, rotary_dim=32, partial_rotary_factor=0.5, num_hidden_layers=2
+    )
+    with pytest.raises(ConfigError, match="would have no effect on the part") as caught:
+        override(config, {"head_dim": 32})
+    assert caught.value.field == "model.config_overrides.head_dim"
+    rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 1.0}
+    override(config, {"head_dim": 32, "rope_parameters": rope})
+    assert config.head_dim == 32
+
+
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 PARTIAL = {
     "minimax_m2": lambda: transformers.MiniMaxM2Config(

@@ -183,9 +183,10 @@ def test_what_transformers_computes_by_a_product_in_a_layer_is_quantized(model_t
                 products.add(f"{parent}.{name}")
     assert products
     saved = {name: [piece.name for piece in pieces] for name, pieces in pieces_of(model).items()}
+    assert products <= saved.keys()
     for name, pieces in saved.items():
         wanted = "quantized" if name in products else "plain"
-        assert {kind(architecture, piece) for piece in pieces} <= {wanted}, name
+        assert {kind(architecture, piece) for piece in pieces} == {wanted}, name
     named = {*server_config(architecture, model.config.num_hidden_layers)["modules_to_not_convert"]}
     gates = {
         piece.removesuffix(".weight")
@@ -193,7 +194,12 @@ def test_what_transformers_computes_by_a_product_in_a_layer_is_quantized(model_t
         for piece in pieces
         if name.removesuffix(".weight") in plain_modules
     }
+    # Dense layers of such a model have no gate.
     assert gates <= named
+    assert bool(gates) == bool(named - {"lm_head"})
+    # SGLang compares whole parts of dotted names: no prefix of another module may be named.
+    linear = {piece.removesuffix(".weight") for one in products for piece in saved[one]}
+    assert not [n for n in linear for one in named if f".{one}." in f".{n}."]
 
 
 def test_each_architecture_of_the_table_is_compared() -> None:

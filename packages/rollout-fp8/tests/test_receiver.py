@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -361,6 +362,28 @@ def test_copies_are_found_in_what_a_server_refers_to(kind: str) -> None:
     layer.back = SimpleNamespace(model=model, run=model.forward)
     assert not [*kept_copies(model, saved)]
     layer.kernel = _HOLDERS[kind](weight.t().contiguous().t())
+    assert [*kept_copies(model, saved)] == [("layer", "layer.weight")]
+
+
+class _Imports(dict[str, Any]):
+    """Mapping that does something else when it is read."""
+
+    def values(self):
+        raise AssertionError("nothing may run")
+
+
+def test_objects_of_a_server_are_not_run_and_may_be_gone() -> None:
+    weight = torch.rand(4, 4)
+    model, saved = _model_of(weight=weight)
+    gone = torch.nn.Module()
+    layer: Any = model.layer
+    layer.kernel = SimpleNamespace(owner=weakref.proxy(gone))
+    layer.lazy = {"weight": torch.nn.UninitializedParameter()}
+    layer.mapping = _Imports(copy=torch.rand(4, 4))
+    layer.variables = globals() | {"copy": weight.clone()}
+    del gone
+    assert not [*kept_copies(model, saved)]
+    layer.mapping["copy"] = weight.clone()
     assert [*kept_copies(model, saved)] == [("layer", "layer.weight")]
 
 

@@ -624,11 +624,11 @@ def _port_of(store: Any) -> int | None:
 
 
 def _try_to_abort_groups() -> None:
-    """Abort all groups, and log what keeps some from it: connections of gloo are closed still."""
+    """Abort all groups, and log what keeps some from it: what follows must happen still."""
     try:
         abort_groups()
     except ExceptionGroup:
-        log.exception("could not abort the collectives of a rank that waits in vain")
+        log.exception("could not abort some process groups")
 
 
 def abort_groups() -> None:

@@ -70,9 +70,8 @@ def override(config: Any, overrides: Mapping[str, Any], *, field: str = _FIELD) 
     if key := _idle_part(text, overrides):
         raise ConfigError(
             f"{field}.{key}",
-            "would have no effect",
-            why="the part of each head that RoPE rotates is in rope_parameters once transformers "
-            "has read config.json",
+            "would have no effect on the part of each head that RoPE rotates",
+            why="that part is in rope_parameters once transformers has read config.json",
             remedy=f"override rope_parameters, with partial_rotary_factor and {bases}",
         )
     if "layer_types" not in overrides and (key := _idle_window(text, overrides)):
@@ -175,10 +174,16 @@ def _suffix(kind: str) -> str:
 
 
 def _idle_part(text: Any, overrides: Mapping[str, Any]) -> str | None:
-    """Return the key of an override of RoPE's part of each head that has no effect, or None."""
-    if not any("partial_rotary_factor" in part for part in rope_parts(text).values()):
+    """Return the key of an override of RoPE's part of each head that has no effect, or None.
+
+    Where the file states a number of dimensions, the part of other heads is another one.
+    """
+    if not rope_parts(text):
         return None
-    return next((key for key in _ROTATED_PARTS if key in overrides), None)
+    keys = [*_ROTATED_PARTS]
+    if hasattr(text, "rotary_dim") and not any(key in overrides for key in _ROPE):
+        keys.append("head_dim")
+    return next((key for key in keys if key in overrides), None)
 
 
 def _idle_window(text: Any, overrides: Mapping[str, Any]) -> str | None:

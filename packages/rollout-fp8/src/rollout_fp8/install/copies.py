@@ -14,6 +14,7 @@ attribute of a tensor or an extension's memory refer to.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rollout_fp8.install.places import list_saved
 
@@ -68,28 +70,35 @@ def _referred_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(value) in seen:
                 continue
             seen[id(value)] = value
+            kind = type(value)
             # No other subclass: those that a compiler traces with have no memory.
-            if type(value) is Tensor or issubclass(type(value), nn.Parameter):
+            if kind is Tensor or (issubclass(kind, nn.Parameter) and not is_lazy(value)):
                 yield at, value
             else:
                 rest += _referents(value)
 
 
 def _referents(value: Any) -> list[Any]:
-    """Return the objects of an object, as far as they may be its own."""
-    if isinstance(value, Tensor | type | FunctionType | ModuleType):
+    """Return the objects of an object, as far as they may be its own.
+
+    It asks for the type alone, and runs no code of it: some objects answer for any attribute, or
+    stand for others that are gone.
+    """
+    kind = type(value)
+    if issubclass(kind, Tensor | type | FunctionType | ModuleType):
         return []
-    if isinstance(value, MethodType | BuiltinMethodType):
+    if issubclass(kind, MethodType | BuiltinMethodType):
         return [value.__self__]
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [*value]
-    if isinstance(value, partial):
+    if issubclass(kind, dict):
+        # The variables of a module, which functions refer to, are no object's own.
+        return [] if dict.__contains__(value, "__builtins__") else [*dict.values(value)]
+    for container in (list, tuple, set, frozenset, deque):
+        if issubclass(kind, container):
+            return [*container.__iter__(value)]
+    if issubclass(kind, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    # Some objects answer for any attribute, so this asks their type.
-    own: Any = vars(value) if type(value).__dictoffset__ else None
-    attributes: list[Any] = [*own.values()] if isinstance(own, dict) else []
+    own: Any = vars(value) if kind.__dictoffset__ else None
+    attributes: list[Any] = [*own.values()] if type(own) is dict else []
     return attributes + _in_slots(value)
 
 
