@@ -69,6 +69,13 @@ def test_the_width_of_heads_is_overridden_with_the_part_that_is_rotated():
     assert config.head_dim == 32
 
 
+def test_the_rotated_part_of_heads_is_overridden_where_a_family_reads_it():
+    """GPT-J has no parameters of RoPE."""
+    config = transformers.GPTJConfig(n_head=4, n_embd=256, rotary_dim=64)
+    override(config, {"rotary_dim": 32})
+    assert config.rotary_dim == 32
+
+
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 PARTIAL = {
     "minimax_m2": lambda: transformers.MiniMaxM2Config(

@@ -178,7 +178,7 @@ def _idle_part(text: Any, overrides: Mapping[str, Any]) -> str | None:
 
     Where the file states a number of dimensions, the part of other heads is another one.
     """
-    if not rope_parts(text):
+    if not any(rope_parts(text).values()):
         return None
     keys = [*_ROTATED_PARTS]
     if hasattr(text, "rotary_dim") and not any(key in overrides for key in _ROPE):
