@@ -1,4 +1,4 @@
-"""What a server's loader does with tensors is followed wherever they are between."""
+"""Tests of the trace of a server's loader: what is followed, what is refused, what is kept."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ class Collects(torch.nn.Module):
         self.second.data.copy_(found["second"])
 
 
+def draw_weights() -> dict[str, torch.Tensor]:
+    """Return random weights of the server."""
+    return {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+
+
 def test_a_loader_that_collects_all_tensors_first_is_followed() -> None:
     model: Any = Collects()
     session = SyncSession(InProcess([model]))
     for version in range(2):
-        weights = {
-            "first": torch.randn(4, 6),
-            "second": torch.randn(4, 3),
-            "fused": torch.randn(2, 5),
-        }
+        weights = draw_weights()
         assert session.run(stream_of(weights, fp8=False), version).audited
         assert torch.equal(model.first, weights["first"])
         assert torch.equal(model.second, weights["second"].t())
@@ -63,7 +64,7 @@ def test_what_a_server_does_with_its_parameters_after_loading_is_not_followed() 
             self.first.data.copy_(self.first.data.flip(0))
 
     model: Any = Moves()
-    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    weights = draw_weights()
     stream = stream_of(weights, fp8=False)
     with pytest.raises(RolloutError, match="the server rearranges weights after loading"):
         Receiver(model, stream.plan, model.load_weights)
@@ -81,7 +82,7 @@ def test_lists_may_be_changed_in_place_while_a_server_loads() -> None:
             torch._foreach_zero_([torch.ones(2)])
 
     model: Any = Clears()
-    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    weights = draw_weights()
     assert SyncSession(InProcess([model])).run(stream_of(weights, fp8=False), 0).audited
 
 
@@ -93,7 +94,7 @@ def test_a_list_with_a_tensor_that_came_is_refused() -> None:
             super().load_weights(iter(found.items()))
 
     model: Any = Doubles()
-    weights = {"first": torch.randn(4, 6), "second": torch.randn(4, 3), "fused": torch.randn(2, 5)}
+    weights = draw_weights()
     stream = stream_of(weights, fp8=False)
     with pytest.raises(RolloutError, match="cannot follow how the server loads first"):
         Receiver(model, stream.plan, model.load_weights)

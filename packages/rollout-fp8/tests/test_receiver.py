@@ -255,7 +255,7 @@ def test_derived_weights_that_a_sync_leaves_are_refused_by_name() -> None:
 
 @dataclass
 class _Scales:
-    """What a kernel is made of."""
+    """Object of which a kernel is made."""
 
     scale: torch.Tensor
 

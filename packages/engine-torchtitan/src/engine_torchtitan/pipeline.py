@@ -296,7 +296,7 @@ class Pipeline:
                 torch.autograd.backward(result, gradient)
             if received is not None:
                 assert received.grad is not None, "the states are the input of every block"
-                sent.append(self._send(received.grad, -1))
+                sent.append(self._send(self.layout.stage - 1, received.grad))
         _wait(sent)
 
     def _forward(
@@ -312,7 +312,7 @@ class Pipeline:
         outputs = self.module(inputs, needs, temperature, received)
         if self.layout.is_last:
             return outputs, None
-        return outputs, self._send(outputs[0].detach(), 1)
+        return outputs, self._send(self.layout.stage + 1, outputs[0].detach())
 
     def _receive_states(self, inputs: PackedInputs, *, requires_grad: bool) -> Tensor | None:
         """Return the hidden states that the stage before has sent, or None on the first stage."""
@@ -320,27 +320,22 @@ class Pipeline:
             return None
         shape = self.module.shape_of_states(inputs)
         states = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._receive(states, -1)
+        self._receive(self.layout.stage - 1, states)
         return states.requires_grad_(requires_grad)
 
     def _receive_gradient(self, states: Tensor) -> Tensor:
         """Return the gradient of hidden states, which the stage behind has sent."""
         gradient = torch.empty_like(states, requires_grad=False).contiguous()
-        self._receive(gradient, 1)
+        self._receive(self.layout.stage + 1, gradient)
         return gradient
 
-    def _send(self, values: Tensor, step: int) -> tuple[Any, Tensor]:
-        """Begin to send values to a neighbour, and return the work with what it reads."""
-        return self._send_to(self.layout.stage + step, values.contiguous())
-
-    def _receive(self, values: Tensor, step: int) -> None:
-        self._receive_from(self.layout.stage + step, values)
-
-    def _send_to(self, stage: int, values: Tensor) -> tuple[Any, Tensor]:
+    def _send(self, stage: int, values: Tensor) -> tuple[Any, Tensor]:
+        """Begin to send values to a stage, and return the work with what it reads."""
+        values = values.contiguous()
         group = self.layout.message_groups[self.layout.stage, stage]
         return dist.isend(values, self.layout.rank_of(stage), group), values
 
-    def _receive_from(self, stage: int, values: Tensor) -> None:
+    def _receive(self, stage: int, values: Tensor) -> None:
         group = self.layout.message_groups[stage, self.layout.stage]
         dist.recv(values, self.layout.rank_of(stage), group)
 
@@ -358,11 +353,11 @@ class Pipeline:
         other = torch.empty_like(own)
         # Both ranks come to the two messages in one order, as NCCL wants it.
         if self.layout.is_first:
-            work = self._send_to(self.layout.pp - 1, own)
-            self._receive_from(self.layout.pp - 1, other)
+            work = self._send(self.layout.pp - 1, own)
+            self._receive(self.layout.pp - 1, other)
         else:
-            self._receive_from(0, other)
-            work = self._send_to(0, own)
+            self._receive(0, other)
+            work = self._send(0, own)
         _wait([work])
         gradient.copy_(own + other)
 

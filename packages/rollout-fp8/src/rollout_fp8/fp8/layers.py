@@ -105,11 +105,10 @@ _MIXTRAL = Layers(
     plain_modules=("lm_head", _SPARSE + "gate"),
 )
 _DEEPSEEK = Layers(
-    quantized=(_LATENT + "weight", _MLP + "weight", _EXPERTS + "weight", _SHARED + "weight"),
+    quantized=(*_LATENT_DENSE.quantized, _EXPERTS + "weight", _SHARED + "weight"),
     plain=(
-        *_OUTSIDE,
+        *_LATENT_DENSE.plain,
         _LATENT + "bias",
-        _LAYER + "self_attn.{q_a_layernorm,kv_a_layernorm}.weight",
         _GATE + ".{weight,e_score_correction_bias}",
     ),
     plain_modules=("lm_head", _GATE),

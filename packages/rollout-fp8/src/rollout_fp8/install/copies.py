@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rollout_fp8.install.places import list_saved
+from rollout_fp8.install.places import list_saved, raw_bytes
 
 # Smaller tensors may be equal by chance.
 _SMALLEST = 8
@@ -55,7 +55,7 @@ def kept_copies(model: nn.Module, written: Mapping[str, Tensor]) -> Iterator[tup
             alike.setdefault(sample, []).append(weight)
         for sample, (at, tensor) in zip(_samples(candidates), candidates, strict=True):
             for name, weight in alike.get(sample, ()):
-                if torch.equal(_bytes(tensor), _bytes(weight)):
+                if torch.equal(raw_bytes(tensor), raw_bytes(weight)):
                     yield at, name
 
 
@@ -126,7 +126,7 @@ def _samples(named: Sequence[tuple[str, Tensor]]) -> list[bytes]:
         while first.dim() > 1:
             first = first[0]
             last = last[-1]
-        parts += [_bytes(first[:_SAMPLE]), _bytes(last[-_SAMPLE:])]
+        parts += [raw_bytes(first[:_SAMPLE]), raw_bytes(last[-_SAMPLE:])]
     return [row.tobytes() for row in torch.cat(parts).view(len(named), -1).cpu().numpy()]
 
 
@@ -136,7 +136,3 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

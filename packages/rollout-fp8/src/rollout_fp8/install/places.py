@@ -15,6 +15,11 @@ Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 _Entry = tuple[Mapping[str, Any], str, str, Any, Place | None]
 
 
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, uint8 [bytes], a view if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def list_saved(model: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and saved buffers by name."""
     saved = model.state_dict(keep_vars=True)

@@ -23,7 +23,7 @@ from engine_api.errors import EngineError, RolloutError
 from engine_api.weights import ShardSpec
 from rollout_fp8.failures import describe_error
 from rollout_fp8.install.copies import kept_copies
-from rollout_fp8.install.places import Places, list_saved
+from rollout_fp8.install.places import Places, list_saved, raw_bytes
 from rollout_fp8.install.trace import WHERE, LoaderTrace, Region, misfits, uncovered
 from rollout_fp8.kernels.cast import BoundCast, CastPlan
 from rollout_fp8.kernels.table import has_rows, layouts
@@ -408,7 +408,7 @@ class Receiver:
     def _holds(self, region: Region, parameter: Tensor, mark: Tensor) -> bool:
         """Return whether a parameter holds what was sent, or what is computed of it."""
         if not region.functions:
-            return torch.equal(_raw(self._sent(region, parameter)), _raw(mark))
+            return torch.equal(raw_bytes(self._sent(region, parameter)), raw_bytes(mark))
         part = region.view(parameter)
         return torch.equal(part, region.compute(mark).to(part.dtype))
 
@@ -468,14 +468,10 @@ class Receiver:
 def _digests(model: nn.Module, names: Container[str] | None = None) -> dict[str, bytes]:
     """Return a digest of each parameter, or of those named, without those that are gone."""
     return {
-        name: hashlib.blake2b(_raw(parameter.detach()).cpu().numpy().data).digest()
+        name: hashlib.blake2b(raw_bytes(parameter).cpu().numpy().data).digest()
         for name, parameter in list_saved(model).items()
         if parameter.numel() and (names is None or name in names)
     }
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def marks(plan: WirePlan, device: torch.device, seed: int = 0) -> Iterator[tuple[str, Tensor]]:

@@ -385,10 +385,13 @@ def forget_expert_kernels(model: Any) -> None:
     ``UnquantizedFusedMoEMethod._setup_kernel``). Upstream: vllm-project/vllm#40390 makes the kernel
     only once; #42821 is the same fault of ``load_weights`` on CUDA.
     """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
+    for method in _find_expert_methods(model):
+        method.moe_kernel = None
+
+
+def _find_expert_methods(model: Any) -> list[Any]:
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return [method for method in methods if isinstance(method, FusedMoEMethodBase)]
 
 
 @contextmanager
@@ -403,12 +406,8 @@ def kept_expert_kernels(model: Any) -> Iterator[None]:
     layer's ``quant_method``: a new one would go on with its temporary scales, and the check for
     copies (``install/copies.py``) would refuse the server. Upstream: vllm-project/vllm#41670.
     """
-    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
-    kept = [
-        (method, method.moe_kernel, method.moe_quant_config)
-        for method in methods
-        if isinstance(method, FusedMoEMethodBase)
-    ]
+    methods = _find_expert_methods(model)
+    kept = [(method, method.moe_kernel, method.moe_quant_config) for method in methods]
     try:
         yield
     finally:
