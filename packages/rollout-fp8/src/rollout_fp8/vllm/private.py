@@ -6,9 +6,11 @@ import ctypes
 import functools
 import gc
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -29,12 +31,15 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models import interfaces
+from vllm.model_executor.models.llama4 import Llama4Attention
+from vllm.model_executor.models.mistral import MistralAttention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.sample import rejection_sampler
 
 from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
+from rollout_fp8.install.positions import ServedPositions, ServedTable
 
 # Parameters of latent attention that no checkpoint has.
 _DERIVED = frozenset({"W_UV", "W_UK_T"})
@@ -510,6 +515,80 @@ class CachedAttention:
             on_host.fill_(scale)
 
 
+# --- positions ---
+
+
+def read_positions(model: Any, positions: Sequence[int]) -> ServedPositions:
+    """Return the rotary tables of a model's layers, and the scales of its attention by position.
+
+    Those of a vision tower are left out. No public call returns either (0.26.0 and 0.32.0).
+    Upstream: no thread known.
+    """
+    # Models with a tower have this method, which is public.
+    language = model.get_language_model() if hasattr(model, "get_language_model") else model
+    tables: list[ServedTable] = []
+    scales: dict[str, Tensor] = {}
+    for name, module in language.named_modules():
+        cache = _read_cache(module)
+        if cache is not None:
+            known = [position for position in positions if position < len(cache)]
+            rows = cache[torch.tensor(known, device=cache.device)]
+            tables.append(
+                ServedTable(
+                    name=name,
+                    kind=type(module).__name__,
+                    length=len(cache),
+                    epsilon=torch.finfo(cache.dtype).eps,
+                    rows=rows.float().cpu(),
+                )
+            )
+        scale = _read_scale(module, torch.tensor(positions))
+        if scale is not None:
+            scales[name] = scale.reshape(-1).cpu()
+    return ServedPositions(tables=tables, scales=scales)
+
+
+def _read_cache(module: Any) -> Tensor | None:
+    """Return the cosines and sines by position of a module, or None if it has no such table."""
+    if isinstance(module, rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding):
+        # Both tables, one behind the other: the model's length decides which of them is read.
+        short = module.original_max_position_embeddings
+        cache = module.long_short_cos_sin_cache
+        return cache[short:] if module.use_long_rope else cache[:short]
+    if not isinstance(module, rotary_embedding.base.RotaryEmbeddingBase):
+        return None
+    cache = module.cos_sin_cache
+    # Some have other numbers in it: products with weights, or complex ones.
+    is_plain = cache.dim() == 2 and cache.shape[1] == module.rotary_dim and not cache.is_complex()
+    return cache if is_plain and module.rotary_dim % 2 == 0 else None
+
+
+def _read_scale(module: Any, positions: Tensor) -> Tensor | None:
+    """Return the factors of a module's queries by position, or None if it knows no such factor."""
+    if isinstance(module, MistralAttention):
+        # Mistral's own format has the keys elsewhere than transformers'.
+        if not module.do_llama_4_scaling:
+            return torch.ones(len(positions))
+        return module._get_llama_4_attn_scale(positions)  # noqa: SLF001
+    if isinstance(module, Llama4Attention) and module.nope:
+        # vLLM itself decides by the model's length whether these layers have the factor.
+        if not module.attn_temperature_tuning:
+            return torch.ones(len(positions))
+        return module._get_attn_scale(positions)  # noqa: SLF001
+    return None
+
+
+def takes_factor_of_yarn() -> bool:
+    """Return whether this vLLM multiplies a factor of the parameters with YaRN's own.
+
+    Until 0.26 the key is ``attn_factor``, and ``mscale``, ``mscale_all_dim`` and
+    ``attention_factor`` are not read. Later versions read those and not this one. Upstream: no
+    thread known.
+    """
+    made = inspect.signature(rotary_embedding.YaRNScalingRotaryEmbedding)
+    return "attn_factor" in made.parameters
+
+
 # --- adapters --- `add_lora`, `remove_lora` and `list_loras` are public and report numbers; no call
 # reports an adapter's content.
 
@@ -685,3 +764,30 @@ def resume(engine: Any) -> None:
         client.engine_core.resume_scheduler()
     else:
         client.call_utility("resume_scheduler")
+
+
+# --- linear attention ---
+
+
+def find_prefill_kernel(config: Any, asked: str) -> str | None:
+    """Return the kernel that vLLM chooses for a prompt's linear attention, by its name in options.
+
+    vLLM chooses when it makes the layers, and says so in its log alone. None: another version of
+    vLLM chooses in another way. Upstream: no thread known (0.26.0 and 0.32.0).
+
+    Args:
+        config: vLLM's configuration of the model.
+        asked: the kernel that is asked for, or ``auto``.
+    """
+    try:
+        layers: Any = importlib.import_module(
+            "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+        )
+    except ModuleNotFoundError:
+        return None
+    choose = getattr(layers, "_resolve_gdn_prefill_backend", None)
+    if choose is None:
+        return None
+    keys = {"gdn_prefill_backend": asked}
+    _, kernel = choose(SimpleNamespace(model_config=config, additional_config=keys))
+    return str(kernel)

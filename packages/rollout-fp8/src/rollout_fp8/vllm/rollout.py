@@ -34,6 +34,7 @@ from rollout_fp8.fp8.kv_scales import fixed_tokens
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.install.adapter import ExpectedAdapter
 from rollout_fp8.install.adapter_session import AdapterParts, AdapterSession
+from rollout_fp8.install.positions import Positions
 from rollout_fp8.install.session import SyncSession
 from rollout_fp8.model import architecture_of, config_of
 from rollout_fp8.options import QUANTIZATIONS, VllmOptions
@@ -47,6 +48,7 @@ environment.prepare()
 
 from vllm.distributed import get_tp_group  # noqa: E402
 
+from rollout_fp8.vllm import positions  # noqa: E402
 from rollout_fp8.vllm import sampling as draws  # noqa: E402
 from rollout_fp8.vllm import start as engines  # noqa: E402
 from rollout_fp8.vllm.cache import require_served  # noqa: E402
@@ -58,7 +60,7 @@ from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAd
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Families whose positions in time, height and width take turns in the dimensions of a head.
-_INTERLEAVED = ("qwen3_vl",)
+_INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 class VllmRollout:
@@ -144,6 +146,7 @@ class VllmRollout:
         self._in_flight = in_flight
         self.kv_cache_in_flight = self.options.kv_cache_in_flight
         self._expected = Expected.read(model)
+        self._model_positions = Positions.read(model)
         config = _quantization_config(model) if quantization == "fp8" else None
         adapter = None if lora is None else self._expected_adapter(model, lora, resolution.device)
         self._plan = engines.Plan(
@@ -158,6 +161,7 @@ class VllmRollout:
             worker_extension=EXTENSION,
             routed_experts=routed_experts,
             has_vision=self._images is not None,
+            keys=positions.server_keys(self._model_positions),
         )
         self._routing = routed_layers(model) if routed_experts else None
         if routed_experts and self._plan.device.type == "cpu":
@@ -535,6 +539,7 @@ class VllmRollout:
             self._server = WatchedEngine(self._engine, self._processes)
         self._adapter = ServedAdapter(self._server) if adapter is not None else None
         self._workers = self._reach_workers()
+        positions.require_served(self._model_positions, self._workers, self._positions)
         if self._plan.fp8_cache:
             # Before the first sync, which may take minutes.
             require_served(self._workers.cache_refusals())

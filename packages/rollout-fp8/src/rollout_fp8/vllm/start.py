@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.vllm import cache, environment, private, speculation
+from rollout_fp8.vllm import cache, environment, linear_attention, private, speculation
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
@@ -67,6 +67,7 @@ class Plan:
         worker_extension: ``module.Class`` whose methods workers get in addition to their own.
         routed_experts: True if the experts of each token are recorded.
         has_vision: True if the model has a vision tower.
+        keys: keys of the configuration that vLLM reads and transformers does not.
     """
 
     device: torch.device
@@ -80,6 +81,7 @@ class Plan:
     adapter: tuple[int, Sequence[str]] | None = None
     routed_experts: bool = False
     has_vision: bool = False
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def in_process(self) -> bool:
@@ -177,6 +179,7 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
             "transformers for the whole process, and with it the engine's model",
             remedy="rollout.name=local for this model",
         )
+    linear_attention.check(config, plan.device, plan.options.gdn_prefill_backend)
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
     wrong = _WRONG_ON_CPU.intersection(config.architectures)
@@ -349,7 +352,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     options = plan.options
     source = plan.model
     cpu = plan.device.type == "cpu"
-    overrides = dict(source.config_overrides)
+    overrides = {**source.config_overrides, **plan.keys}
     if plan.quantization_config is not None:
         overrides["quantization_config"] = dict(plan.quantization_config)
     if plan.untie:
@@ -390,6 +393,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
         **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
+        **linear_attention.arguments(options),
         **speculation.arguments(options),
     }
 

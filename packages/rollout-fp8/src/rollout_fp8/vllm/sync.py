@@ -14,6 +14,7 @@ from vllm.lora.request import LoRARequest
 from engine_api.codec import decode, encode
 from rollout_fp8.failures import describe_error
 from rollout_fp8.install.adapter_session import LoadedAdapter
+from rollout_fp8.install.positions import ServedPositions
 from rollout_fp8.ranks import of_all
 from rollout_fp8.transports.sender import Sender
 from rollout_fp8.transports.workers import SentWorkers
@@ -102,6 +103,11 @@ class InProcess:
 
         return self._of_all(sync)
 
+    def read_positions(self, positions: list[int]) -> list[ServedPositions]:
+        """Return the rotary tables and scales at these positions that the ranks serve, by rank."""
+        found = self._of_all(lambda: self._call("rollout_fp8_positions", args=(positions,))[0])
+        return [decode(one) for one in found]
+
     def cache_refusals(self) -> list[str]:
         """Return the reasons why the scales of the FP8 cache cannot be set."""
         return list(chain(*self._of_all(lambda: self._call("rollout_fp8_cache_refusals")[0])))
@@ -160,6 +166,10 @@ class OtherProcesses(SentWorkers):
         """See ``Workers.learn``."""
         encoded = self._call("rollout_fp8_learn_encoded", args=(encode(plan), self._aliases))
         return [decode(boxes) for boxes in encoded]
+
+    def read_positions(self, positions: list[int]) -> list[ServedPositions]:
+        """Return the rotary tables and scales at these positions of all workers, by worker."""
+        return [decode(one) for one in self._call("rollout_fp8_positions", args=(positions,))]
 
     def cache_refusals(self) -> list[str]:
         """Return the reasons of all workers why the scales of the FP8 cache cannot be set."""

@@ -45,6 +45,12 @@ class SyncExtension:
         """
         return os.getpid(), os.getppid()
 
+    def rollout_fp8_positions(self, positions: list[int]) -> bytes:
+        """Return the encoded ``ServedPositions`` of this worker's part of the model."""
+        worker: Any = self
+        with torch.no_grad():
+            return encode(private.read_positions(worker.get_model(), positions))
+
     def rollout_fp8_learn_encoded(self, plan: bytes, aliases: Mapping[str, str]) -> bytes:
         """Do ``rollout_fp8_learn`` between processes, with encoded arguments and results.
 
