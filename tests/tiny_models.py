@@ -131,9 +131,9 @@ intermediate_size_mlp lru_width mlp_hidden_size n_embd n_inner word_embed_proj_d
 """
 _NARROW = """
 attention_head_dim expert_ffn_hidden_size global_head_dim head_dim hidden_size_per_layer_input
-index_head_dim kv_channels linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim
-moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim
-shared_expert_intermediate_size shared_intermediate_size v_head_dim
+index_head_dim kv_channels mamba_d_head mamba_head_dim moe_intermediate_size
+moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim shared_expert_intermediate_size
+shared_intermediate_size v_head_dim
 """
 SERVED_SIZES: dict[str, Any] = {
     **dict.fromkeys(_WIDE.split(), 128),
@@ -142,6 +142,8 @@ SERVED_SIZES: dict[str, Any] = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_head_dim": 96,
+    # FlashInfer's kernels of linear attention take this one alone, and those for CPUs no 32.
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
     # Wider layers of weights as large would add up to values that float32 is too coarse for.
     "initializer_range": 0.05,
     # Engines refuse to train with what acts in training alone.
@@ -151,9 +153,8 @@ SERVED_SIZES: dict[str, Any] = {
 
 # Widths of heads, states and experts in kernels for GPUs, and blocks of 128 in FP8.
 _WIDE_ON_GPU = """
-expert_ffn_hidden_size index_head_dim linear_key_head_dim linear_value_head_dim
-moe_intermediate_size moe_shared_expert_intermediate_size q_lora_rank qk_nope_head_dim
-shared_expert_intermediate_size shared_intermediate_size v_head_dim
+expert_ffn_hidden_size index_head_dim moe_intermediate_size moe_shared_expert_intermediate_size
+q_lora_rank qk_nope_head_dim shared_expert_intermediate_size shared_intermediate_size v_head_dim
 """
 _NARROW_ON_GPU = """
 attention_head_dim global_head_dim head_dim kv_channels mamba_d_head mamba_d_state mamba_head_dim
@@ -371,7 +372,18 @@ PICTURED_TYPES = tuple(_PICTURED)
 # that published models have and transformers does not need.
 _SERVED_SECTIONS = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _SERVED_TOWER: dict[str, Any] = {"embed_dim": 64, "hidden_size": 64, "out_hidden_size": 128}
-_SERVED_TEXT: dict[str, dict[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
+# One layer of each kind, a part of each head rotated, and the dtype of published models' states.
+_SERVED_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 64,
+    "rope_parameters": _SECTIONS | {"partial_rotary_factor": 0.5},
+    "mamba_ssm_dtype": "float32",
+}
+_SERVED_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+    "qwen3_5": _SERVED_HYBRID,
+    "qwen3_5_moe": _SERVED_HYBRID,
+}
 
 
 def tiny_pictured_model(

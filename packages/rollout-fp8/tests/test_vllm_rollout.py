@@ -45,6 +45,7 @@ def test_options() -> None:
         ("executor", "inprocess", "in_process"),
         ("prefix_caching", 1, "true or false"),
         ("enforce_eager", "yes", "true or false"),
+        ("gdn_prefill_backend", "trition", "triton"),
     ],
 )
 def test_a_wrong_option_is_named(name: str, value: object, remedy: str) -> None:

@@ -130,6 +130,14 @@ class VllmOptions(Options):
     of all sequences in one kernel.
     """
 
+    gdn_prefill_backend: Literal["auto", "flashinfer", "triton", "cutedsl"] = "auto"
+    """Kernel with which linear attention computes prompts on CUDA (vLLM's ``gdn_prefill_backend``).
+
+    Qwen3-Next and Qwen3.5 have such layers, and other models ignore it. ``auto`` leaves the choice
+    to vLLM: FlashInfer's kernel on Hopper and some Blackwell GPUs, and Triton's on others. A kernel
+    that cannot be used is refused at the start.
+    """
+
     speculative: Literal["none", "ngram"] = "none"
     """Method of speculative decoding (``method`` of vLLM's ``speculative_config``).
 

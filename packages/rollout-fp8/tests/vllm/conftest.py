@@ -21,6 +21,8 @@ if versions.installed(LINE) is None:
     collect_ignore_glob = ["test_*.py"]
 # `vllm_peers` is imported here and in the ranks, which take over the path.
 sys.path.insert(0, str(Path(__file__).parent))
+# `zoo`, whose rule judges results in bf16.
+sys.path.append(str(Path(__file__).parents[4] / "tools"))
 
 
 @pytest.fixture(scope="session", autouse=True)

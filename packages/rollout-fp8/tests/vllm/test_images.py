@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pictured_models import save_pictured_model
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, tiny_pictured_model
 from tiny_rollouts import NEAR
 from vllm_peers import DEVICE
+from zoo import NEAR_MEAN, TIMES
 
 from engine_api.config import LoraConfig
 from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
@@ -39,6 +41,15 @@ FAMILIES = [
     pytest.param("qwen3_vl", {}, marks=pytest.mark.turn, id="qwen3_vl"),
     pytest.param("internvl", {}, marks=pytest.mark.turn, id="internvl"),
     pytest.param("gemma3", {}, marks=ON_A_GPU, id="gemma3"),
+]
+
+# Families with linear attention, which vLLM's CPU build computes in bf16 alone.
+HYBRIDS = [
+    pytest.param("qwen3_5", {}, id="qwen3_5"),
+    pytest.param(
+        "qwen3_5", {"tie_word_embeddings": True}, marks=pytest.mark.turn, id="qwen3_5-tied"
+    ),
+    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.turn, id="qwen3_5_moe"),
 ]
 
 
@@ -104,6 +115,20 @@ def test_log_probs_behind_images_are_transformers_and_the_engines_after_every_sy
     assert apart["log_probs"] < NEAR
     assert apart["engine"] < NEAR
     assert apart["banned"] == 0
+
+
+@pytest.mark.parametrize(("family", "changes"), HYBRIDS)
+def test_in_bf16_log_probs_behind_images_and_text_are_as_near_to_float64_as_transformers(
+    tmp_path: Path, pool: RankPool, family: str, changes: dict[str, Any]
+) -> None:
+    """One sync changes the tower alone, another one also each weight of the linear attention."""
+    apart = call(pool, "compare_in_bf16", make(tmp_path / "model", family, **changes))
+    for row in apart["rows"]:
+        assert row["mean"] < TIMES["none"] * row["plain"] + NEAR_MEAN["none"], row
+    assert apart["banned"] == 0
+    # vLLM's CPU build keeps experts packed, and convolutions where the CPU computes in bf16.
+    packed = DEVICE == "cpu" and ("moe" in family or torch.cpu._is_avx512_bf16_supported())
+    assert packed or apart["audited"]
 
 
 @pytest.mark.turn
@@ -224,10 +249,11 @@ def test_a_folder_without_a_processor_is_refused_with_the_files_to_copy(
     refuse(call(pool, "refused", place), RolloutError, "preprocessor_config.json")
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_positions_that_vllm_would_not_interleave_are_refused(
-    tmp_path: Path, pool: RankPool
+    tmp_path: Path, pool: RankPool, family: str
 ) -> None:
-    place = make(tmp_path / "model", "qwen3_vl")
+    place = make(tmp_path / "model", family)
     config = json.loads((place / "config.json").read_text())
     del config["text_config"]["rope_parameters"]["mrope_interleaved"]
     (place / "config.json").write_text(json.dumps(config))
@@ -253,7 +279,6 @@ def test_a_family_whose_tower_no_test_has_compared_is_refused_by_name(
             marks=pytest.mark.skipif(DEVICE != "cpu", reason="refused on a CPU alone"),
         ),
         ("qwen3_vl_moe", "vLLM cannot load its experts again"),
-        ("qwen3_5", "no test has compared it"),
     ],
 )
 def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(

@@ -36,7 +36,13 @@ import_torchvision()
 from holders import sleepable  # noqa: E402
 from pictured_models import draw, write_rows  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_rollouts import compare_vllm_images, draw_prompt, draw_prompts, start_vllm  # noqa: E402
+from tiny_rollouts import (  # noqa: E402
+    compare_vllm_images,
+    compare_vllm_images_in_bf16,
+    draw_prompt,
+    draw_prompts,
+    start_vllm,
+)
 from transformers import AutoConfig  # noqa: E402
 from vllm.model_executor.layers.linear import LinearBase  # noqa: E402
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config  # noqa: E402
@@ -44,7 +50,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (  # noqa:
     is_layer_skipped,
 )
 from vllm.model_executor.models import registry  # noqa: E402
-from vllm_peers import DEVICE, assert_gone, error_of, weights_of  # noqa: E402
+from vllm_peers import DEVICE, assert_gone, error_of, hide_kernels, weights_of  # noqa: E402
 
 from engine_api.config import ModelSource  # noqa: E402
 from engine_api.errors import EngineError  # noqa: E402
@@ -64,6 +70,12 @@ SAMPLED = SamplingParams(n=2, max_new_tokens=6, seed=1)
 def compare(folder: str) -> dict[str, Any]:
     """Return how vLLM differs behind images (see ``compare_vllm_images``)."""
     return compare_vllm_images(folder, device=DEVICE)
+
+
+def compare_in_bf16(folder: str) -> dict[str, Any]:
+    """Return how vLLM differs in bf16 (see ``compare_vllm_images_in_bf16``)."""
+    hide_kernels()
+    return compare_vllm_images_in_bf16(folder, device=DEVICE)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -41,6 +42,15 @@ GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=6, seed=1, n=2)
 LONG = SamplingParams(max_new_tokens=480, temperature=0.0)  # greedy: it never comes to an end token
 PROMPTS: tuple[tuple[int, ...], ...] = ((5, 6, 7), (9, 8), (11, 12, 13, 14, 15))
+
+
+def hide_kernels() -> None:
+    """Let transformers compute linear attention in plain PyTorch, for a model on the CPU.
+
+    It would take its functions from these packages in a process with a GPU.
+    """
+    for name in ("fla", "causal_conv1d"):
+        sys.modules.setdefault(name, cast("Any", None))
 
 
 @contextmanager

@@ -76,6 +76,7 @@ _FAMILIES = {
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "gemma3": _Family(
         tokens={"boi_token": "<soi>", "eoi_token": "<eoi>", "image_token": "<soft>"},
         ids={

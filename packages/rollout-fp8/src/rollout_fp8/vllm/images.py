@@ -28,8 +28,6 @@ _IMAGE = "image"
 # Reasons why a family is not served, although engines train it.
 _REFUSED = {
     "qwen3_vl_moe": "vLLM cannot load its experts again (0.32.0)",
-    "qwen3_5": "no test has compared it: vLLM's linear attention for CPUs has no float32",
-    "qwen3_5_moe": "no test has compared it: vLLM's linear attention for CPUs has no float32",
 }
 # The same on a CPU alone.
 _REFUSED_ON_CPU = {

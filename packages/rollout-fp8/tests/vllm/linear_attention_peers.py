@@ -1,0 +1,50 @@
+"""Functions on linear attention that the tests of vLLM call in ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from tiny_rollouts import compare_vllm, start_vllm
+from vllm_peers import DEVICE, error_of, hide_kernels
+
+from engine_api.errors import EngineError
+from rollout_fp8.options import VllmOptions
+from rollout_fp8.vllm import linear_attention, private
+
+
+def compare(folder: str) -> dict[str, Any]:
+    """Return how vLLM in bf16 differs (see ``compare_vllm``)."""
+    hide_kernels()
+    return compare_vllm(folder, DEVICE, dtype="bfloat16")
+
+
+def refused(folder: str, **arguments: Any) -> EngineError | None:
+    """Return the error of making a rollout, by default in bf16."""
+    return error_of(start_vllm, folder, device=DEVICE, **({"dtype": "bfloat16"} | arguments))
+
+
+def check_on_hopper(
+    asked: str, chosen: str | None, holds: dict[str, Any] | None
+) -> EngineError | None:
+    """Return the error for a Qwen3-Next on a Hopper GPU.
+
+    ``chosen`` is the kernel that vLLM would choose, and ``holds`` are the kernels of FlashInfer,
+    which is None where it cannot be imported.
+    """
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_next"))
+    flashinfer = None if holds is None else SimpleNamespace(**holds)
+    modules: Any = {"flashinfer": flashinfer, "flashinfer.gdn_prefill": flashinfer}
+    with (
+        mock.patch.object(private, "find_prefill_kernel", return_value=chosen),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.dict("sys.modules", modules),
+    ):
+        return error_of(linear_attention.check, config, torch.device("cuda"), asked)
+
+
+def arguments_of(asked: str) -> dict[str, Any]:
+    """Return the arguments that vLLM is started with for the option."""
+    return linear_attention.arguments(VllmOptions(gdn_prefill_backend=asked))

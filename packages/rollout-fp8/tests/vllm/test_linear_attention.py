@@ -1,0 +1,99 @@
+"""Qwen3-Next's linear attention in vLLM: compared with transformers in bf16, and its refusals.
+
+That of composite Qwen3.5 is compared in ``test_images.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_rollouts import make_served_model
+from vllm_peers import DEVICE
+from zoo import NEAR_MEAN, TIMES
+
+from engine_api.errors import ConfigError, EngineError, RolloutError
+from engine_conformance.ranks import get_pool
+
+pytestmark = pytest.mark.distributed
+ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="refused on a CPU alone")
+
+
+def call(name: str, **arguments: Any) -> Any:
+    (found,) = get_pool(1, device=DEVICE).run(
+        f"linear_attention_peers:{name}", deadline=280, **arguments
+    )
+    return found
+
+
+def refuse(error: EngineError | None, kind: type[EngineError], *words: str) -> None:
+    assert isinstance(error, kind), error
+    assert error.remedy
+    assert all(word in str(error) for word in words), error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("next") / "model"
+    make_served_model("qwen3_next", folder, DEVICE)
+    return folder
+
+
+def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sync(
+    folder: Path,
+) -> None:
+    found = call("compare", folder=str(folder))
+    assert found["served_as"] == "Qwen3NextForCausalLM"
+    assert found["mean"] < TIMES["none"] * found["plain"] + NEAR_MEAN["none"]
+    # vLLM's CPU build keeps experts packed.
+    assert found["audited"] == (DEVICE != "cpu")
+
+
+@ON_A_CPU
+def test_on_a_cpu_other_dtypes_than_bfloat16_are_refused_at_the_start(folder: Path) -> None:
+    error = call("refused", folder=str(folder), dtype="float32")
+    refuse(error, ConfigError, "rollout.options.dtype", "expected bfloat16 for a qwen3_next")
+
+
+@ON_A_CPU
+def test_on_a_cpu_a_choice_of_kernels_is_refused(folder: Path) -> None:
+    error = call("refused", folder=str(folder), gdn_prefill_backend="triton")
+    refuse(error, ConfigError, "rollout.options.gdn_prefill_backend", "leave it out")
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "holds", "kind", "words"),
+    [
+        ("auto", "flashinfer", {"chunk_gated_delta_rule_sm90": None}, RolloutError, "unavailable"),
+        ("flashinfer", "flashinfer", None, RolloutError, "its import fails"),
+        ("cutedsl", "triton", {}, ConfigError, "vLLM would compute with triton"),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_is_refused_with_the_option_that_chooses_another(
+    asked: str, chosen: str, holds: dict[str, Any] | None, kind: type[EngineError], words: str
+) -> None:
+    error = call("check_on_hopper", asked=asked, chosen=chosen, holds=holds)
+    refuse(error, kind, words, "triton", "rollout.options.gdn_prefill_backend")
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "holds"),
+    [
+        ("auto", "flashinfer", {"chunk_gated_delta_rule_sm90": len}),
+        # Its kernels in another form are not named.
+        ("auto", "flashinfer", {}),
+        ("triton", "triton", None),
+        # Another version of vLLM chooses in another way.
+        ("auto", None, None),
+    ],
+)
+def test_a_kernel_that_can_be_used_is_not_refused(
+    asked: str, chosen: str | None, holds: dict[str, Any] | None
+) -> None:
+    assert call("check_on_hopper", asked=asked, chosen=chosen, holds=holds) is None
+
+
+def test_vllm_is_given_the_kernel_that_is_chosen() -> None:
+    assert call("arguments_of", asked="auto") == {}
+    assert call("arguments_of", asked="cutedsl") == {"gdn_prefill_backend": "cutedsl"}
