@@ -45,6 +45,8 @@ _ON_GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.05,
     "memory_saver": False,
     "kv_cache_bytes": 1 << 30,
+    # vLLM's own choice on Hopper is FlashInfer's kernel, which not every build has.
+    "gdn_prefill_backend": "triton",
 }
 # Keys that published models of these families have, servers read, and transformers does not need.
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -86,33 +88,38 @@ def make_served_model(model_type: str, folder: Path, device: str = "cpu") -> Non
 
 
 def compare_vllm(
-    folder: str | Path, device: str = "cpu", quantization: str = "none"
+    folder: str | Path, device: str = "cpu", quantization: str = "none", dtype: str | None = None
 ) -> dict[str, Any]:
     """Return how vLLM differs from transformers in float64 after each of two syncs.
 
-    vLLM computes in float32 on a CPU and in bf16 on a GPU. The weights are engine-fsdp's on this
-    rank, and all of them change between the syncs, saved buffers included. ``log_probs`` is the
-    largest difference of a greedy token's log-prob, ``mean`` the mean one, and ``greedy`` the
-    largest distance of such a log-prob from the best one at its place, all in nats; on a GPU
-    ``plain`` is the mean difference of transformers in bf16, with the layers in emulated FP8 that
-    the rollout has in FP8. ``audited`` says whether both syncs compared the served weights, and
-    ``served_as`` names vLLM's class. Errors of the engine and of the rollout are raised.
+    vLLM computes in ``dtype``, by default in float32 on a CPU and in bf16 on a GPU. The weights are
+    engine-fsdp's on this rank, and all of them change between the syncs, saved buffers included.
+    ``log_probs`` is the largest difference of a greedy token's log-prob, ``mean`` the mean one, and
+    ``greedy`` the largest distance of such a log-prob from the best one at its place, all in nats;
+    in bf16 ``plain`` is the mean difference of transformers in bf16, with the layers in emulated
+    FP8 that the rollout has in FP8. ``audited`` says whether both syncs compared the served
+    weights, and ``served_as`` names vLLM's class. Errors of the engine and of the rollout are
+    raised.
     """
-    on_gpu = device != "cpu"
-    served: dict[str, Any] = {"dtype": "bfloat16" if on_gpu else "float32"}
+    served: dict[str, Any] = {"dtype": dtype or ("float32" if device == "cpu" else "bfloat16")}
     if quantization != "none":
         served["quantization"] = quantization
-    # The engine exports its weights, and computes nothing: it needs no kernels.
-    checks = dict.fromkeys(("refuse_without_kernels", "refuse_wrong_gradients"), mock.DEFAULT)
-    with mock.patch.multiple("engine_torch.model", **checks):
-        engine, exporter, rollout = _start_pair(Path(folder), device, **served)
+    engine, exporter, rollout = _start_without_kernels(Path(folder), device, **served)
+    rounded = served["dtype"] != "float32"
     try:
         return _compare_syncs(
-            engine, exporter, rollout, Path(folder), on_gpu=on_gpu, fp8=quantization == "fp8"
+            engine, exporter, rollout, Path(folder), rounded=rounded, fp8=quantization == "fp8"
         )
     finally:
         for part in (exporter, rollout, engine):
             part.close()
+
+
+def _start_without_kernels(folder: Path, device: str, **served: Any) -> tuple[Any, Any, Any]:
+    """Do ``_start_pair`` with an engine that exports weights and computes nothing."""
+    checks = dict.fromkeys(("refuse_without_kernels", "refuse_wrong_gradients"), mock.DEFAULT)
+    with mock.patch.multiple("engine_torch.model", **checks):
+        return _start_pair(folder, device, **served)
 
 
 def _start_pair(folder: Path, device: str = "cpu", **served: Any) -> tuple[Any, Any, Any]:
@@ -193,6 +200,87 @@ def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str,
     finally:
         for part in (exporter, rollout, engine):
             part.close()
+
+
+@torch.no_grad()
+def compare_vllm_images_in_bf16(folder: str | Path, *, device: str = "cpu") -> dict[str, Any]:
+    """Return how vLLM in bf16 differs behind images and behind text, after each of three syncs.
+
+    Syncs and weights are those of ``compare_vllm_images``, and the engine computes nothing.
+    ``rows`` has the mean difference of a token's log-prob from transformers in float64 (``mean``)
+    and that of transformers in bf16 (``plain``) of each sync, in nats, behind prompts with images
+    and without. One of the latter is longer than the chunks of linear attention. ``audited`` and
+    ``banned`` are those of ``compare_vllm_images``.
+    """
+    engine, exporter, rollout = _start_without_kernels(Path(folder), device, dtype="bfloat16")
+    try:
+        vision = read_vision(AutoConfig.from_pretrained(folder), "test")
+        assert vision is not None
+        prompts, images = draw_prompts(vision)
+        long, _ = draw_prompt(vision, 90, ())
+        prompts.append(long)
+        images.append(None)
+        found: dict[str, Any] = {"rows": [], "audited": True, "banned": 0}
+        for version, changed in enumerate((None, is_vision, lambda name: True), 1):
+            if changed is not None:
+                _change_weights(engine, changed)
+            found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
+            saved = Path(f"{folder}-{version}")
+            engine.save_hf(saved)
+            sampling = SamplingParams(n=8, max_new_tokens=6, temperature=1.0, seed=version)
+            completions = rollout.generate(prompts, sampling, images=images)
+            tokens = [token for one in completions for token in one.tokens]
+            found["banned"] += sum(token in vision.tokens for token in tokens)
+            own, plain = (
+                _score_pictured(_plain_pictured(saved, dtype), completions, prompts, images, vision)
+                for dtype in (torch.float64, torch.bfloat16)
+            )
+            for kind in ("images", "text"):
+                chosen = [
+                    place
+                    for place, one in enumerate(completions)
+                    if (images[one.prompt_index] is None) == (kind == "text")
+                ]
+                told = [torch.tensor(completions[i].log_probs).double() - own[i] for i in chosen]
+                rounding = [plain[i] - own[i] for i in chosen]
+                means = {"mean": told, "plain": rounding}
+                row = {
+                    key: float(torch.cat(one).abs().mean().nan_to_num(math.inf))
+                    for key, one in means.items()
+                }
+                found["rows"].append({"version": version, "kind": kind, **row})
+        return found
+    finally:
+        for part in (exporter, rollout, engine):
+            part.close()
+
+
+def _plain_pictured(folder: Path, dtype: torch.dtype) -> Any:
+    """Return a folder's model as transformers computes it in plain PyTorch."""
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **plain).eval()
+
+
+def _score_pictured(
+    model: Any,
+    completions: Sequence[Completion],
+    prompts: Sequence[Sequence[int]],
+    images: Sequence[PromptImages | None],
+    vision: Vision,
+) -> list[torch.Tensor]:
+    """Return transformers' log-probs of each completion's tokens, in float64."""
+    found: list[torch.Tensor] = []
+    for one in completions:
+        prompt = prompts[one.prompt_index]
+        own = images[one.prompt_index]
+        ids = torch.tensor([*prompt, *one.tokens])
+        arguments = build_arguments(vision, ids, None if own is None else own.media)
+        if own is not None:
+            arguments["pixel_values"] = arguments["pixel_values"].to(model.dtype)
+        logits = model(**arguments, use_cache=False).logits[0].double()
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        found.append(scores.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0])
+    return found
 
 
 def draw_prompts(vision: Vision) -> tuple[list[list[int]], list[PromptImages | None]]:
@@ -287,11 +375,11 @@ def refusal(folder: str | Path) -> EngineError | None:
 
 
 def _compare_syncs(
-    engine: Any, exporter: Any, rollout: Any, folder: Path, *, on_gpu: bool, fp8: bool
+    engine: Any, exporter: Any, rollout: Any, folder: Path, *, rounded: bool, fp8: bool
 ) -> dict[str, Any]:
     (served_as,) = rollout._engine.apply_model(lambda model: type(model).__name__)
     found: dict[str, Any] = {"log_probs": 0.0, "greedy": 0.0, "audited": True}
-    if on_gpu:
+    if rounded:
         found |= {"mean": 0.0, "plain": 0.0}
     for version in range(1, SYNCS + 1):
         if version > 1:
@@ -300,7 +388,7 @@ def _compare_syncs(
         saved = folder.with_name(f"{folder.name}-{version}")
         engine.save_hf(saved)
         completions = rollout.generate(PROMPTS, GREEDY)
-        apart = _compare_completions(completions, saved, on_gpu=on_gpu, fp8=fp8)
+        apart = _compare_completions(completions, saved, rounded=rounded, fp8=fp8)
         keep_larger(found, apart)
     return found | {"served_as": served_as}
 
@@ -318,12 +406,12 @@ def _change_weights(engine: Any, changed: Callable[[str], bool] = lambda name: T
 
 
 def _compare_completions(
-    completions: Sequence[Completion], folder: Path, *, on_gpu: bool, fp8: bool
+    completions: Sequence[Completion], folder: Path, *, rounded: bool, fp8: bool
 ) -> dict[str, float]:
     model = oracle(str(folder))
     found = {"log_probs": 0.0, "greedy": 0.0}
     differences: list[torch.Tensor] = []
-    rounded: list[torch.Tensor] = []
+    plain_differences: list[torch.Tensor] = []
     for completion in completions:
         count = len(completion.tokens)
         assert count == GREEDY.max_new_tokens
@@ -336,8 +424,8 @@ def _compare_completions(
         differences.append((own - told).abs())
         apart = {"log_probs": differences[-1].max(), "greedy": (best - own).max()}
         keep_larger(found, {key: float(value) for key, value in apart.items()})
-        rounded.append(own)
-    if not on_gpu:
+        plain_differences.append(own)
+    if not rounded:
         return found
     plain = oracle(str(folder), dtype=torch.bfloat16)
     rounding: AbstractContextManager[Any] = nullcontext()
@@ -348,8 +436,8 @@ def _compare_completions(
         ids = torch.tensor([*PROMPTS[completion.prompt_index], *completion.tokens])
         with rounding:
             found_plain = log_probs(plain, ids)[-len(completion.tokens) :]
-        rounded[place] = (found_plain - rounded[place]).abs()
-    means = {"mean": differences, "plain": rounded}
+        plain_differences[place] = (found_plain - plain_differences[place]).abs()
+    means = {"mean": differences, "plain": plain_differences}
     return found | {
         key: float(torch.cat(one).mean().nan_to_num(math.inf)) for key, one in means.items()
     }

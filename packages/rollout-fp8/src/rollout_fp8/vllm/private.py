@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -763,3 +764,30 @@ def resume(engine: Any) -> None:
         client.engine_core.resume_scheduler()
     else:
         client.call_utility("resume_scheduler")
+
+
+# --- linear attention ---
+
+
+def find_prefill_kernel(config: Any, asked: str) -> str | None:
+    """Return the kernel that vLLM chooses for a prompt's linear attention, by its name in options.
+
+    vLLM chooses when it makes the layers, and says so in its log alone. None: another version of
+    vLLM chooses in another way. Upstream: no thread known (0.26.0 and 0.32.0).
+
+    Args:
+        config: vLLM's configuration of the model.
+        asked: the kernel that is asked for, or ``auto``.
+    """
+    try:
+        layers: Any = importlib.import_module(
+            "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+        )
+    except ModuleNotFoundError:
+        return None
+    choose = getattr(layers, "_resolve_gdn_prefill_backend", None)
+    if choose is None:
+        return None
+    keys = {"gdn_prefill_backend": asked}
+    _, kernel = choose(SimpleNamespace(model_config=config, additional_config=keys))
+    return str(kernel)

@@ -60,7 +60,7 @@ from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAd
 
 _DTYPES = ("float32", "bfloat16", "float16")
 # Families whose positions in time, height and width take turns in the dimensions of a head.
-_INTERLEAVED = ("qwen3_vl",)
+_INTERLEAVED = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 class VllmRollout:

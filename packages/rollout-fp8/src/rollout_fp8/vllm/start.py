@@ -28,7 +28,7 @@ from rollout_fp8.kernels.float32 import exact_float32
 from rollout_fp8.options import VllmOptions
 from rollout_fp8.ranks import require_own_devices
 from rollout_fp8.transports.channel import secret
-from rollout_fp8.vllm import cache, environment, private, speculation
+from rollout_fp8.vllm import cache, environment, linear_attention, private, speculation
 from rollout_fp8.vllm.sampling import NORMALIZE
 
 WHERE = "rollout 'vllm'"
@@ -179,6 +179,7 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
             "transformers for the whole process, and with it the engine's model",
             remedy="rollout.name=local for this model",
         )
+    linear_attention.check(config, plan.device, plan.options.gdn_prefill_backend)
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
     wrong = _WRONG_ON_CPU.intersection(config.architectures)
@@ -392,6 +393,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if plan.routed_experts else {}),
         **(_vision_arguments() if plan.has_vision else {}),
         **_adapter_arguments(plan),
+        **linear_attention.arguments(options),
         **speculation.arguments(options),
     }
 
