@@ -472,11 +472,10 @@ def test_the_checksums_of_transposed_matrices_add_up_to_those_of_the_saved_tenso
 @pytest.mark.parametrize(
     "cut",
     [
-        lambda tensor: tensor[:, ::2],
         lambda tensor: tensor.reshape(-1)[:6].view(2, 3),
         lambda tensor: tensor.t().contiguous().view(-1)[:6].view(2, 3),
     ],
-    ids=["every second column", "elements of several rows", "elements of several columns"],
+    ids=["elements of several rows", "elements of several columns"],
 )
 def test_parts_that_are_not_cut_along_axes_are_refused(cut: Any) -> None:
     class Server(torch.nn.Module):

@@ -9,6 +9,8 @@ architecture that the server can load, without a table in this package.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,6 +41,9 @@ VOCABULARIES = frozenset(
     }
 )
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+# Of one copy. A loader that reorders heads has a few for each of them; one that reorders elements
+# has as many as elements.
+_MOST_BOXES = 1024
 
 
 class Cast(NamedTuple):
@@ -124,7 +129,7 @@ class LoaderTrace(TorchDispatchMode):
                 name=name,
                 whole=whole,
                 held=whole,
-                part=replace(whole, offset=0),
+                part=whole._replace(offset=0),
                 memory=StorageWeakRef(tensor.untyped_storage()),
             )
             self._origins[_storage(tensor)] = origin
@@ -181,14 +186,14 @@ class LoaderTrace(TorchDispatchMode):
         origin = self._origins.get(storage)
         if origin is None or not copy.is_contiguous():
             return
-        part = origin.find(source)
-        lost = "" if part is not None else f"a copy of {_describe(source, origin)}"
+        runs = origin.find_runs(source)
+        lost = "" if runs is not None else f"a copy of {_describe(source, origin)}"
         if lost and storage in self._owners:
             return
         self._origins[_storage(copy)] = replace(
             origin,
-            held=_layout(copy),
-            part=part or origin.part,
+            held=_layout(copy) if runs is None else _divide(_layout(copy), runs),
+            part=origin.part if runs is None else origin.find(source, runs),
             functions=(*origin.functions, *functions),
             lost_by=origin.lost_by or lost,
             memory=StorageWeakRef(copy.untyped_storage()),
@@ -212,31 +217,31 @@ class LoaderTrace(TorchDispatchMode):
         if origin.lost_by:
             raise _unknown(name, origin.lost_by)
         parameter, tensor = owner
-        part = origin.find(source)
-        axes = None if part is None else _find_axes(part.shape, part.stride, part.offset, whole)
-        if part is None or axes is None:
+        runs = origin.find_runs(source)
+        part = None if runs is None else origin.find(source, runs)
+        moves = None if part is None else _find_runs(part, whole)
+        if runs is None or part is None or moves is None:
             raise _unknown(name, _describe(source, origin))
-        steps = dict(zip(axes, _steps(target, source, name), strict=True))
-        sizes = dict(zip(axes, part.shape, strict=True))
-        region = Region(
-            name=name,
-            box=ShardSpec(
-                global_shape=whole.shape,
-                offset=_locate(part.offset, whole),
-                shape=tuple(sizes.get(axis, 1) for axis in range(len(whole.shape))),
-            ),
-            parameter=parameter,
-            stride=tuple(steps.get(axis, 1) for axis in range(len(whole.shape))),
-            offset=int(target.storage_offset() - tensor.storage_offset()),
-        )
-        # A region counts once: a loader that copies something twice does not fill more by it.
-        self._regions[region] = replace(region, functions=_reduce(origin.functions, tensor.dtype))
+        placed = _divide(_steps(target, source, name), runs)
+        every_box = _find_boxes(part, moves, _divide(placed, moves), whole)
+        boxes = list(itertools.islice(every_box, _MOST_BOXES + 1))
+        if len(boxes) > _MOST_BOXES:
+            why = f"{_describe(source, origin)} consists of more than {_MOST_BOXES} boxes"
+            raise _unknown(name, why)
+        start = int(target.storage_offset() - tensor.storage_offset())
+        for box, stride, offset in boxes:
+            region = Region(
+                name=name, box=box, parameter=parameter, stride=stride, offset=start + offset
+            )
+            # A region counts once: a loader that copies something twice does not fill more by it.
+            functions = _reduce(origin.functions, tensor.dtype)
+            self._regions[region] = replace(region, functions=functions)
         is_whole = target.shape == tensor.shape == source.shape and tensor.is_contiguous()
         if self._current and is_whole and target.stride() == tensor.stride():
             cast = [] if source.dtype == tensor.dtype else [Cast(tensor.dtype)]
             self._origins[_storage(tensor)] = replace(
                 origin,
-                held=_layout(tensor),
+                held=_divide(_layout(tensor), runs),
                 part=part,
                 functions=(*origin.functions, *cast),
                 memory=StorageWeakRef(tensor.untyped_storage()),
@@ -261,9 +266,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _layout(tensor: Tensor) -> _Part:
-    return _Part(
-        shape=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset())
-    )
+    return _Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _describe(view: Tensor, origin: _Origin) -> str:
@@ -271,13 +274,20 @@ def _describe(view: Tensor, origin: _Origin) -> str:
     return f"a view {list(view.shape)} with strides {view.stride()} of {whole}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Elements of a tensor or of its memory, as ``torch.as_strided`` takes them."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+class _Run(NamedTuple):
+    """Elements along one axis of a tensor, every ``step``-th one. One element is along none."""
+
+    size: int
+    axis: int | None
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,44 +315,124 @@ class _Origin:
     lost_by: str = ""
     """Why it holds something else by now."""
 
-    def find(self, view: Tensor) -> _Part | None:
-        """Return the wire tensor's elements in a view.
+    def find_runs(self, view: Tensor) -> list[list[_Run]] | None:
+        """Return the runs along the tensor's axes of which each axis of a view consists.
 
         None: the view is not cut along axes of the tensor.
         """
-        start = int(view.storage_offset()) - self.held.offset
-        axes = _find_axes(tuple(view.shape), view.stride(), start, self.held)
-        if axes is None:
-            return None
-        index = _locate(start, self.held)
+        shape, stride, start = _layout(view)
+        return _find_runs(_Part(shape, stride, start - self.held.offset), self.held)
+
+    def find(self, view: Tensor, runs: Sequence[Sequence[_Run]]) -> _Part:
+        """Return the wire tensor's elements in a view, with an axis for each of its runs."""
+        index = _locate(int(view.storage_offset()) - self.held.offset, self.held)
         moved = sum(at * step for at, step in zip(index, self.part.stride, strict=True))
+        every = [run for axis in runs for run in axis]
         return _Part(
-            shape=tuple(view.shape),
-            stride=tuple(1 if axis is None else self.part.stride[axis] for axis in axes),
+            shape=tuple(run.size for run in every),
+            stride=tuple(
+                1 if run.axis is None else run.step * self.part.stride[run.axis] for run in every
+            ),
             offset=self.part.offset + moved,
         )
 
 
-def _find_axes(
-    shape: Sequence[int], stride: Sequence[int], start: int, whole: _Part
-) -> list[int | None] | None:
-    """Return the axis of ``whole`` (contiguous) along which each axis of a view of it runs.
+def _find_runs(view: _Part, whole: _Part) -> list[list[_Run]] | None:
+    """Return the runs along axes of ``whole`` (contiguous) of which each axis of a view consists.
 
-    An axis of size one runs along none. The result is None where the view is not cut along axes.
+    Those of one axis go from the outermost to the innermost. The view's offset counts from the
+    first element of ``whole``. The result is None where the view is not cut along axes.
     """
-    by_step = {
-        step: axis
-        for axis, (size, step) in enumerate(zip(whole.shape, whole.stride, strict=True))
-        if size > 1
-    }
-    index = _locate(start, whole)
-    axes: list[int | None] = []
-    for size, step in zip(shape, stride, strict=True):
-        axis = by_step.get(step) if size > 1 else None
-        if size > 1 and (axis is None or axis in axes or index[axis] + size > whole.shape[axis]):
-            return None
-        axes.append(axis)
-    return axes
+    index = _locate(view.offset, whole)
+    left = [size - 1 - at for size, at in zip(whole.shape, index, strict=True)]
+    found: list[list[_Run]] = []
+    for size, stride in zip(view.shape, view.stride, strict=True):
+        runs: list[_Run] = []
+        done = 1
+        while done < size:
+            axis = _find_axis(stride * done, whole)
+            if axis is None:
+                return None
+            step = stride * done // whole.stride[axis]
+            count = size // done
+            if (count - 1) * step > left[axis]:
+                # The view goes on along the axis before, if it has this one to its end.
+                count = whole.shape[axis] // step
+            left[axis] -= (count - 1) * step
+            if left[axis] < 0 or size % (done * count):
+                return None
+            runs.insert(0, _Run(count, axis, step))
+            done *= count
+        found.append(runs or [_Run(size, None, 1)])
+    return found
+
+
+def _find_axis(stride: int, whole: _Part) -> int | None:
+    """Return the axis of ``whole`` (contiguous) along which a stride leads, or None."""
+    for axis, (size, step) in enumerate(zip(whole.shape, whole.stride, strict=True)):
+        if size > 1 and step <= stride < step * size and stride % step == 0:
+            return axis
+    return None
+
+
+def _divide(layout: _Part, runs: Sequence[Sequence[_Run]]) -> _Part:
+    """Return a layout with an axis for each run of its axes."""
+    shape: list[int] = []
+    strides: list[int] = []
+    for stride, axis in zip(layout.stride, runs, strict=True):
+        sizes = [run.size for run in axis]
+        shape += sizes
+        strides += [stride * math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    return _Part(tuple(shape), tuple(strides), layout.offset)
+
+
+def _find_boxes(
+    part: _Part, runs: Sequence[Sequence[_Run]], placed: _Part, whole: _Part
+) -> Iterator[tuple[ShardSpec, tuple[int, ...], int]]:
+    """Yield the boxes of ``whole`` of which a part consists, with the place of each.
+
+    Args:
+        part: elements of ``whole``.
+        runs: runs of its axes along those of ``whole``.
+        placed: where these runs land in a parameter.
+        whole: layout of the wire tensor, which is contiguous.
+
+    Yields:
+        The box, the strides in the parameter by axis of ``whole``, and the offset there.
+    """
+    sources = (run for axis in runs for run in axis)
+    moves = _merge(zip(sources, placed.stride, strict=True))
+    inner = {run.axis: (run.size, place) for run, place in moves if run.step == 1}
+    outer = [(run, place) for run, place in moves if run.step > 1]
+    axes = range(len(whole.shape))
+    first = _locate(part.offset, whole)
+    for chosen in itertools.product(*(range(run.size) for run, _ in outer)):
+        offset = list(first)
+        place = placed.offset
+        for at, (run, step) in zip(chosen, outer, strict=True):
+            assert run.axis is not None, "a run of one element has the step 1"
+            offset[run.axis] += at * run.step
+            place += at * step
+        box = ShardSpec(
+            global_shape=whole.shape,
+            offset=tuple(offset),
+            shape=tuple(inner.get(axis, (1, 1))[0] for axis in axes),
+        )
+        yield box, tuple(inner.get(axis, (1, 1))[1] for axis in axes), place
+
+
+def _merge(moves: Iterable[tuple[_Run, int]]) -> list[tuple[_Run, int]]:
+    """Return runs with the strides at which they land, neighbours on both sides as one run."""
+    merged: list[tuple[_Run, int]] = []
+    along = [(run, place) for run, place in moves if run.axis is not None]
+    for run, place in sorted(along, key=lambda move: (move[0].axis, move[0].step)):
+        before, start = merged[-1] if merged else (run, place)
+        is_next = before.axis == run.axis and run.step == before.step * before.size
+        if is_next and place == start * before.size:
+            merged[-1] = (before._replace(size=before.size * run.size), start)
+        else:
+            merged.append((run, place))
+    return merged
 
 
 def _locate(start: int, whole: _Part) -> tuple[int, ...]:
@@ -354,8 +444,8 @@ def _locate(start: int, whole: _Part) -> tuple[int, ...]:
     return tuple(index)
 
 
-def _steps(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
-    """Return the target's strides by the source's dimensions.
+def _steps(target: Tensor, source: Tensor, name: str) -> _Part:
+    """Return the source's dimensions with the target's strides, and no offset.
 
     The loader may have dropped or added dimensions of size one.
     """
@@ -365,7 +455,8 @@ def _steps(target: Tensor, source: Tensor, name: str) -> tuple[int, ...]:
     if [size for size, _ in sizes] != [size for size in source.shape if size != 1]:
         raise _unknown(name, f"{list(source.shape)} is copied into {list(target.shape)}")
     steps = iter(sizes)
-    return tuple(next(steps)[1] if size != 1 else 1 for size in source.shape)
+    stride = tuple(next(steps)[1] if size != 1 else 1 for size in source.shape)
+    return _Part(tuple(source.shape), stride, 0)
 
 
 def _unknown(name: str, why: str) -> RolloutError:
