@@ -55,9 +55,9 @@ def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     family, tied, dtype = served
     old, new = models(root, family=family, tied=tied)
     ((raised, raw, synced),) = call(peers.raw_and_synced, old=old, new=new, dtype=dtype)
-    if DEVICE == "cpu":
-        # vLLM's CPU build drops weights that it keeps packed: loading ends half-way, and old and
-        # new weights are mixed.
+    if DEVICE == "cpu" and dtype == "float32":
+        # vLLM's CPU build drops weights that it keeps packed, those in bf16 on some processors
+        # alone: loading ends half-way, and old and new weights are mixed.
         assert raised
         assert raw != fresh[served]
     assert synced == fresh[served]
@@ -106,7 +106,8 @@ def test_log_probs_are_the_engines(root: Path) -> None:
             worked(link.sync, "sync")
             worked(link.generated, "generate")
             for completion, told in zip(link.generated.completions, link.log_probs, strict=True):
-                assert completion.log_probs == pytest.approx(told.tolist(), abs=1e-5)
+                # Their products add up in another order: 1.1e-5 on a processor of AMD.
+                assert completion.log_probs == pytest.approx(told.tolist(), abs=3e-5)
 
 
 @pytest.mark.turn
