@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import tiny_rollouts
 import torch
-from tiny_rollouts import compare_vllm, start_vllm
+from safetensors.torch import load_file
+from tiny_rollouts import GREEDY, PROMPTS, compare_vllm, start_vllm
 from vllm_peers import DEVICE, error_of, hide_kernels
 
 from engine_api.errors import EngineError
@@ -15,15 +17,37 @@ from rollout_fp8.options import VllmOptions
 from rollout_fp8.vllm import linear_attention, private
 
 
-def compare(folder: str) -> dict[str, Any]:
-    """Return how vLLM in bf16 differs (see ``compare_vllm``)."""
+def compare(folder: str, *, eager: bool) -> dict[str, Any]:
+    """Return how vLLM in bf16 differs (see ``compare_vllm``), with CUDA graphs if not ``eager``."""
     hide_kernels()
-    return compare_vllm(folder, DEVICE, dtype="bfloat16")
+    with mock.patch.dict(tiny_rollouts._SMALL, {"enforce_eager": eager}):
+        return compare_vllm(folder, DEVICE, dtype="bfloat16")
 
 
 def refused(folder: str, **arguments: Any) -> EngineError | None:
     """Return the error of making a rollout, by default in bf16."""
     return error_of(start_vllm, folder, device=DEVICE, **({"dtype": "bfloat16"} | arguments))
+
+
+def generate(folder: str, **arguments: Any) -> EngineError | None:
+    """Return the error of a rollout that is made in bf16, takes weights and generates."""
+
+    def run() -> None:
+        rollout = start_vllm(folder, device=DEVICE, dtype="bfloat16", **arguments)
+        try:
+            rollout.update_weights(iter(load_file(f"{folder}/model.safetensors").items()), 1)
+            rollout.generate(PROMPTS, GREEDY)
+        finally:
+            rollout.close()
+
+    return error_of(run)
+
+
+def own_choice(asked: str) -> str | None:
+    """Return the kernel that vLLM itself chooses here for a Qwen3-Next."""
+    text = SimpleNamespace(linear_key_head_dim=128, linear_value_head_dim=128)
+    config = SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16)
+    return private.find_prefill_kernel(config, asked)
 
 
 def check_on_hopper(

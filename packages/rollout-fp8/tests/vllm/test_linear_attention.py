@@ -17,7 +17,8 @@ from engine_api.errors import ConfigError, EngineError, RolloutError
 from engine_conformance.ranks import get_pool
 
 pytestmark = pytest.mark.distributed
-ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="refused on a CPU alone")
+ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="differs on a CPU alone")
+ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has no kernels to choose from")
 
 
 def call(name: str, **arguments: Any) -> Any:
@@ -40,10 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=ON_A_GPU)])
 def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sync(
-    folder: Path,
+    folder: Path, eager: bool
 ) -> None:
-    found = call("compare", folder=str(folder))
+    """Without ``eager`` it has CUDA graphs, which are captured before the first sync."""
+    found = call("compare", folder=str(folder), eager=eager)
     assert found["served_as"] == "Qwen3NextForCausalLM"
     assert found["mean"] < TIMES["none"] * found["plain"] + NEAR_MEAN["none"]
     # vLLM's CPU build keeps experts packed.
@@ -60,6 +63,19 @@ def test_on_a_cpu_other_dtypes_than_bfloat16_are_refused_at_the_start(folder: Pa
 def test_on_a_cpu_a_choice_of_kernels_is_refused(folder: Path) -> None:
     error = call("refused", folder=str(folder), gdn_prefill_backend="triton")
     refuse(error, ConfigError, "rollout.options.gdn_prefill_backend", "leave it out")
+
+
+@ON_A_CPU
+def test_vllms_own_rule_is_asked_for_the_kernel() -> None:
+    """Without CUDA it chooses Triton's, whatever is asked for."""
+    assert call("own_choice", asked="flashinfer") == "triton"
+
+
+@ON_A_GPU
+def test_vllms_own_choice_generates_or_is_refused_at_the_start(folder: Path) -> None:
+    error = call("generate", folder=str(folder), gdn_prefill_backend="auto")
+    if error is not None:
+        refuse(error, RolloutError, "vLLM did not start", "gdn_prefill_backend: triton")
 
 
 @pytest.mark.parametrize(
