@@ -57,7 +57,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
     "glm4_moe": {"head_dim": 64},
     "glm4_moe_lite": {"first_k_dense_replace": 1, "topk_method": "noaux_tc"},
-    # vLLM's MLP is four times as wide as the model (0.26.0), and looks up no other width.
+    # vLLM's MLP is four times as wide as the model, as those of published models are (0.26.0).
     "phi": {
         "intermediate_size": 4 * SERVED_ON_GPU_SIZES["hidden_size"],
         "num_key_value_heads": 4,

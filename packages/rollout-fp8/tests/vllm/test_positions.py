@@ -80,6 +80,22 @@ def test_a_server_that_does_not_scale_attention_is_refused_by_name(tmp_path: Pat
 
 
 @pytest.mark.turn
+def test_a_scale_that_vllm_turns_off_for_short_models_is_refused_by_name(tmp_path: Path) -> None:
+    # vLLM decides about it in Llama 4 by the model's length, whatever config.json says.
+    folder = write(
+        tmp_path / "model",
+        "llama4_text",
+        no_rope_layers=[1, 0, 1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=8,
+    )
+    error = run("refuse", folder)
+    assert isinstance(error, RolloutError)
+    assert "model.layers.1.self_attn scales its attention at position" in str(error)
+    assert "model.layers.0" not in str(error)
+
+
+@pytest.mark.turn
 def test_long_factors_for_short_sequences_are_refused_with_the_length(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
