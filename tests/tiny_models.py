@@ -372,11 +372,12 @@ PICTURED_TYPES = tuple(_PICTURED)
 # that published models have and transformers does not need.
 _SERVED_SECTIONS = {"mrope_section": [8, 4, 4], "mrope_interleaved": True}
 _SERVED_TOWER: dict[str, Any] = {"embed_dim": 64, "hidden_size": 64, "out_hidden_size": 128}
-# One layer of each kind, a part of each head rotated, and the dtype of published models' states.
+# One layer of each kind, a quarter of each head rotated and states in float32, as published models
+# have them.
 _SERVED_HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 64,
-    "rope_parameters": _SECTIONS | {"partial_rotary_factor": 0.5},
+    "head_dim": 128,
+    "rope_parameters": _SECTIONS | {"partial_rotary_factor": 0.25},
     "mamba_ssm_dtype": "float32",
 }
 _SERVED_TEXT: dict[str, dict[str, Any]] = {

@@ -51,14 +51,15 @@ def own_choice(asked: str) -> str | None:
 
 
 def check_on_hopper(
-    asked: str, chosen: str | None, holds: dict[str, Any] | None
+    asked: str, chosen: str | None, holds: dict[str, Any] | None, dtype: str = "bfloat16"
 ) -> EngineError | None:
-    """Return the error for a Qwen3-Next on a Hopper GPU.
+    """Return the error for a Qwen3-Next on a Hopper GPU, by default in bf16.
 
     ``chosen`` is the kernel that vLLM would choose, and ``holds`` are the kernels of FlashInfer,
     which is None where it cannot be imported.
     """
-    config = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen3_next"))
+    text = SimpleNamespace(model_type="qwen3_next")
+    config = SimpleNamespace(hf_text_config=text, dtype=getattr(torch, dtype))
     flashinfer = None if holds is None else SimpleNamespace(**holds)
     modules: Any = {"flashinfer": flashinfer, "flashinfer.gdn_prefill": flashinfer}
     with (

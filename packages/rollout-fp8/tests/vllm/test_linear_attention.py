@@ -59,6 +59,11 @@ def test_on_a_cpu_other_dtypes_than_bfloat16_are_refused_at_the_start(folder: Pa
     refuse(error, ConfigError, "rollout.options.dtype", "expected bfloat16 for a qwen3_next")
 
 
+def test_on_a_gpu_float32_is_refused_at_the_start() -> None:
+    error = call("check_on_hopper", asked="triton", chosen="triton", holds=None, dtype="float32")
+    refuse(error, ConfigError, "rollout.options.dtype", "expected bfloat16 or float16 for a qwen3")
+
+
 @ON_A_CPU
 def test_on_a_cpu_a_choice_of_kernels_is_refused(folder: Path) -> None:
     error = call("refused", folder=str(folder), gdn_prefill_backend="triton")

@@ -43,8 +43,9 @@ def check(config: Any, device: torch.device, asked: str) -> None:
     family = str(config.hf_text_config.model_type)
     if family not in _FAMILIES:
         return
+    _check_dtype(family, device, config.dtype)
     if device.type == "cpu":
-        _check_cpu(family, config.dtype, asked)
+        _check_cpu(asked)
         return
     kernel = private.find_prefill_kernel(config, asked)
     if kernel is None:
@@ -66,20 +67,31 @@ def check(config: Any, device: torch.device, asked: str) -> None:
         )
 
 
-def _check_cpu(family: str, dtype: torch.dtype, asked: str) -> None:
+def _check_dtype(family: str, device: torch.device, dtype: torch.dtype) -> None:
+    served = {torch.bfloat16: "bfloat16"}
+    why = "vLLM's linear attention for CPUs computes in bfloat16 alone (0.32.0)"
+    where = "on a CPU"
+    if device.type != "cpu":
+        served[torch.float16] = "float16"
+        why = "vLLM's kernels of linear attention have no float32 (0.26.0 and 0.32.0)"
+        where = "on CUDA"
+    if dtype not in served:
+        given = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            "rollout.options.dtype",
+            f"expected {' or '.join(served.values())} for a {family} {where}, got {given}",
+            why=why,
+            remedy="dtype: bfloat16, or rollout.name=local",
+        )
+
+
+def _check_cpu(asked: str) -> None:
     if asked != "auto":
         raise ConfigError(
             _KEY,
             f"expected auto on a CPU, got {asked}",
             why="vLLM's build for CPUs has one kernel of its own",
             remedy="leave it out",
-        )
-    if dtype != torch.bfloat16:
-        raise ConfigError(
-            "rollout.options.dtype",
-            f"expected bfloat16 for a {family} on a CPU, got {str(dtype).removeprefix('torch.')}",
-            why="vLLM's linear attention for CPUs computes in bfloat16 alone (0.32.0)",
-            remedy="dtype: bfloat16, or rollout.name=local",
         )
 
 
