@@ -909,10 +909,11 @@ SEEN_INTRODUCTION = """\
 
 {measured}.
 
-There vLLM computes in bf16, and in FP8 where the table of layers has the family, from weights that
-are synced twice (`python tools/zoo.py measure --rollout vllm --device cuda`). The figures are the
-mean difference of the greedy tokens' log-probs from float64, in nats, and in brackets that of
-transformers in bf16, for FP8 with the rounding of FP8 emulated in the same layers.
+There vLLM computes in bf16, and in FP8 where the table of layers has the family, without CUDA
+graphs, from weights that are synced twice (`python tools/zoo.py measure --rollout vllm --device
+cuda`). The figures are the mean difference of the greedy tokens' log-probs from float64, in nats,
+and in brackets that of transformers in bf16, for FP8 with the rounding of FP8 emulated in the same
+layers.
 *Right* means less than {near}.
 """
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import tiny_rollouts
 import torch
 from safetensors.torch import load_file
 from tiny_rollouts import GREEDY, PROMPTS, compare_vllm, start_vllm
@@ -14,14 +13,13 @@ from vllm_peers import DEVICE, error_of, hide_kernels
 
 from engine_api.errors import EngineError
 from rollout_fp8.options import VllmOptions
-from rollout_fp8.vllm import linear_attention, private
+from rollout_fp8.vllm import linear_attention, private, start
 
 
-def compare(folder: str, *, eager: bool) -> dict[str, Any]:
-    """Return how vLLM in bf16 differs (see ``compare_vllm``), with CUDA graphs if not ``eager``."""
+def compare(folder: str) -> dict[str, Any]:
+    """Return how vLLM in bf16 differs (see ``compare_vllm``)."""
     hide_kernels()
-    with mock.patch.dict(tiny_rollouts._SMALL, {"enforce_eager": eager}):
-        return compare_vllm(folder, DEVICE, dtype="bfloat16")
+    return compare_vllm(folder, DEVICE, dtype="bfloat16")
 
 
 def refused(folder: str, **arguments: Any) -> EngineError | None:
@@ -68,6 +66,17 @@ def check_on_hopper(
         mock.patch.dict("sys.modules", modules),
     ):
         return error_of(linear_attention.check, config, torch.device("cuda"), asked)
+
+
+def check_right(
+    architecture: str, device: str, *, has_states: bool = False, eager: bool = False
+) -> EngineError | None:
+    """Return the error for a model of a class, with states in its layers or without."""
+    config = SimpleNamespace(
+        architectures=[architecture], is_hybrid=has_states, has_inner_state=has_states
+    )
+    options = VllmOptions(enforce_eager=eager)
+    return error_of(start.check_right, config, torch.device(device), options)
 
 
 def arguments_of(asked: str) -> dict[str, Any]:

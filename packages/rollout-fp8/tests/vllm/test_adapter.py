@@ -10,7 +10,7 @@ from typing import Any
 
 import adapter_peers as peers
 import pytest
-from vllm_peers import DEVICE
+from vllm_peers import DEVICE, HAS_FP8_CACHE
 
 from engine_api.errors import ConfigError, EngineError, RolloutError
 from engine_conformance.cases import Target
@@ -146,6 +146,7 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
         assert one.sync.num_bytes == said["versions"][1].sync.num_bytes
 
 
+@pytest.mark.skipif(not HAS_FP8_CACHE, reason="this CPU has no kernels for an FP8 cache")
 @pytest.mark.turn
 def test_an_fp8_cache_of_two_ranks_that_share_a_server_serves_each_adapter(model: str) -> None:
     rows = get_pool(2, device=DEVICE).run(

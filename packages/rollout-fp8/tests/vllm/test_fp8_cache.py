@@ -20,11 +20,7 @@ from engine_conformance.ranks import get_pool
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(
-        DEVICE == "cpu"
-        and not {"avx512f", "amx_tile"} & {*Path("/proc/cpuinfo").read_text().split()},
-        reason="this CPU has no kernels for an FP8 cache",
-    ),
+    pytest.mark.skipif(not peers.HAS_FP8_CACHE, reason="this CPU has no kernels for an FP8 cache"),
 ]
 # Values 4,096 times as large do not fit the scales of the others: 448 cuts them off.
 FACTOR = 4096.0

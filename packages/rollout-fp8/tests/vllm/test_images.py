@@ -44,12 +44,16 @@ FAMILIES = [
 ]
 
 # Families with linear attention, which vLLM's CPU build computes in bf16 alone.
+ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="refused on CUDA")
 HYBRIDS = [
-    pytest.param("qwen3_5", {}, id="qwen3_5"),
+    pytest.param("qwen3_5", {}, marks=ON_A_CPU, id="qwen3_5"),
     pytest.param(
-        "qwen3_5", {"tie_word_embeddings": True}, marks=pytest.mark.turn, id="qwen3_5-tied"
+        "qwen3_5",
+        {"tie_word_embeddings": True},
+        marks=[ON_A_CPU, pytest.mark.turn],
+        id="qwen3_5-tied",
     ),
-    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.turn, id="qwen3_5_moe"),
+    pytest.param("qwen3_5_moe", {}, marks=[ON_A_CPU, pytest.mark.turn], id="qwen3_5_moe"),
 ]
 
 
@@ -233,6 +237,11 @@ def test_an_option_that_does_not_go_with_a_tower_is_refused(
 ) -> None:
     error = call(pool, "refused", folder, **arguments)
     refuse(error, ConfigError, key, "for a model with a vision tower")
+
+
+def test_qwen3_5_is_refused_on_cuda(pool: RankPool) -> None:
+    (error,) = pool.run("vision_peers:refused_family", family="qwen3_5", device="cuda")
+    refuse(error, RolloutError, "no rollout of a qwen3_5", "on cuda", "rollout.name=local")
 
 
 def test_without_torchvision_the_remedy_is_to_install_it(pool: RankPool, folder: Path) -> None:

@@ -41,12 +41,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=ON_A_GPU)])
 def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sync(
-    folder: Path, eager: bool
+    folder: Path,
 ) -> None:
-    """Without ``eager`` it has CUDA graphs, which are captured before the first sync."""
-    found = call("compare", folder=str(folder), eager=eager)
+    found = call("compare", folder=str(folder))
     assert found["served_as"] == "Qwen3NextForCausalLM"
     assert found["mean"] < TIMES["none"] * found["plain"] + NEAR_MEAN["none"]
     # vLLM's CPU build keeps experts packed.
@@ -113,6 +111,21 @@ def test_a_kernel_that_can_be_used_is_not_refused(
     asked: str, chosen: str | None, holds: dict[str, Any] | None
 ) -> None:
     assert call("check_on_hopper", asked=asked, chosen=chosen, holds=holds) is None
+
+
+def test_cuda_graphs_of_a_model_with_states_are_refused() -> None:
+    model = {"architecture": "NemotronHForCausalLM", "has_states": True}
+    error = call("check_right", device="cuda", **model)
+    refuse(error, ConfigError, "rollout.options.enforce_eager", "enforce_eager=true")
+    assert call("check_right", device="cuda", **model, eager=True) is None
+    assert call("check_right", device="cpu", **model) is None
+    assert call("check_right", device="cuda", architecture="LlamaForCausalLM") is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_vllm_was_seen_to_compute_wrongly_is_refused(device: str) -> None:
+    error = call("check_right", device=device, architecture="Glm4MoeLiteForCausalLM", eager=True)
+    refuse(error, RolloutError, "log-probs of Glm4MoeLiteForCausalLM differ", "rollout.name=local")
 
 
 def test_vllm_is_given_the_kernel_that_is_chosen() -> None:

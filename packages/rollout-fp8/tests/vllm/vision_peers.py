@@ -240,6 +240,11 @@ def refused(folder: str, **arguments: Any) -> EngineError | None:
     return error_of(make)
 
 
+def refused_family(family: str, device: str) -> EngineError | None:
+    """Return the error for a family on a device."""
+    return error_of(images.require_family, family, device, "test")
+
+
 def refused_without_torchvision(folder: str) -> EngineError | None:
     """Return the error where torchvision cannot be imported."""
     with mock.patch.dict("sys.modules", {"torchvision": None}):

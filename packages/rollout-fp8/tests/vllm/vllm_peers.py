@@ -35,6 +35,11 @@ from rollout_fp8.export.exporter import collect_export
 # What they run on: ``ROLLOUT_TEST_DEVICE=cuda`` runs them all on GPUs, as far as there are as many
 # as ranks.
 DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
+HAS_FP8_CACHE = DEVICE != "cpu" or bool(
+    {"avx512f", "amx_tile"} & {*Path("/proc/cpuinfo").read_text().split()}
+)
+"""Whether vLLM has kernels for an FP8 cache on this processor."""
+
 # On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while
 # the others take it, and fails.
 SMALL = {"kv_cache_bytes": 1 << 30, "gpu_memory_utilization": 0.1} if DEVICE == "cuda" else {}
