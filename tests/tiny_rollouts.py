@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,8 @@ def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str,
         assert vision is not None
         prompts, images = draw_prompts(vision)
         found: dict[str, Any] = {"log_probs": 0.0, "engine": 0.0, "audited": True, "banned": 0}
-        for version, changed in enumerate((None, is_vision, lambda name: True), 1):
-            if changed is not None:
-                _change_weights(engine, changed)
-            found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
-            saved = Path(f"{folder}-{version}")
-            engine.save_hf(saved)
+        for version, saved, audited in _sync_changed(engine, exporter, rollout, folder):
+            found["audited"] &= audited
             model = AutoModelForImageTextToText.from_pretrained(
                 saved, dtype=torch.float64, attn_implementation="eager"
             ).eval()
@@ -202,6 +198,22 @@ def compare_vllm_images(folder: str | Path, *, device: str = "cpu") -> dict[str,
             part.close()
 
 
+def _sync_changed(
+    engine: Any, exporter: Any, rollout: Any, folder: str | Path
+) -> Iterator[tuple[int, Path, bool]]:
+    """Yield the version of each sync, the folder of its weights, and whether it was audited.
+
+    The second sync changes a tower and its projector alone, the third all weights.
+    """
+    for version, changed in enumerate((None, is_vision, lambda name: True), 1):
+        if changed is not None:
+            _change_weights(engine, changed)
+        result = rollout.update_weights(exporter.export(engine), version)
+        saved = Path(f"{folder}-{version}")
+        engine.save_hf(saved)
+        yield version, saved, result.audited
+
+
 @torch.no_grad()
 def compare_vllm_images_in_bf16(folder: str | Path, *, device: str = "cpu") -> dict[str, Any]:
     """Return how vLLM in bf16 differs behind images and behind text, after each of three syncs.
@@ -221,12 +233,8 @@ def compare_vllm_images_in_bf16(folder: str | Path, *, device: str = "cpu") -> d
         prompts.append(long)
         images.append(None)
         found: dict[str, Any] = {"rows": [], "audited": True, "banned": 0}
-        for version, changed in enumerate((None, is_vision, lambda name: True), 1):
-            if changed is not None:
-                _change_weights(engine, changed)
-            found["audited"] &= rollout.update_weights(exporter.export(engine), version).audited
-            saved = Path(f"{folder}-{version}")
-            engine.save_hf(saved)
+        for version, saved, audited in _sync_changed(engine, exporter, rollout, folder):
+            found["audited"] &= audited
             sampling = SamplingParams(n=8, max_new_tokens=6, temperature=1.0, seed=version)
             completions = rollout.generate(prompts, sampling, images=images)
             tokens = [token for one in completions for token in one.tokens]

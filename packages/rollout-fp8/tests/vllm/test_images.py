@@ -19,11 +19,11 @@ from pictured_models import save_pictured_model
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, tiny_pictured_model
 from tiny_rollouts import NEAR
-from vllm_peers import DEVICE
+from vllm_peers import DEVICE, require_error
 from zoo import NEAR_MEAN, TIMES
 
 from engine_api.config import LoraConfig
-from engine_api.errors import ConfigError, EngineError, RolloutError, UnsupportedCapability
+from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
 from engine_conformance.ranks import RankPool
 
 PLACE = os.environ.get("ROLLOUT_TEST_TORCHVISION")
@@ -91,12 +91,6 @@ def make_tokenizer() -> Any:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t1")
-
-
-def refuse(error: EngineError | None, kind: type[EngineError], *words: str) -> None:
-    assert isinstance(error, kind), error
-    assert error.remedy
-    assert all(word in str(error) for word in words), error
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +174,9 @@ def test_the_images_decide_about_the_completion_and_its_draw(found: dict[str, An
 def test_images_that_are_not_those_of_their_prompt_are_refused_and_it_goes_on(
     found: dict[str, Any],
 ) -> None:
-    refuse(found["errors"]["none"], RolloutError, "prompt 0 has 0 images of 0 features")
-    refuse(found["errors"]["few"], RolloutError, "expected images for 4 prompts")
-    refuse(found["errors"]["cut"], RolloutError, "prompt 0 has 2 images of 5 features")
+    require_error(found["errors"]["none"], RolloutError, "prompt 0 has 0 images of 0 features")
+    require_error(found["errors"]["few"], RolloutError, "expected images for 4 prompts")
+    require_error(found["errors"]["cut"], RolloutError, "prompt 0 has 2 images of 5 features")
     assert [one.tokens for one in found["after"]] == [one.tokens for one in found["mixed"]]
 
 
@@ -206,7 +200,7 @@ def test_in_fp8_vllm_quantizes_the_language_model_and_leaves_the_tower(
 def test_other_ids_than_those_of_the_prompt_are_an_error_that_names_the_first(
     found: dict[str, Any],
 ) -> None:
-    refuse(found["other ids"], RolloutError, "at place 0 of a prompt", "rollout.name=local")
+    require_error(found["other ids"], RolloutError, "at place 0 of a prompt", "rollout.name=local")
 
 
 @pytest.mark.turn
@@ -236,17 +230,17 @@ def test_an_option_that_does_not_go_with_a_tower_is_refused(
     pool: RankPool, folder: Path, arguments: dict[str, Any], key: str
 ) -> None:
     error = call(pool, "refused", folder, **arguments)
-    refuse(error, ConfigError, key, "for a model with a vision tower")
+    require_error(error, ConfigError, key, "for a model with a vision tower")
 
 
 def test_qwen3_5_is_refused_on_cuda(pool: RankPool) -> None:
     (error,) = pool.run("vision_peers:refused_family", family="qwen3_5", device="cuda")
-    refuse(error, RolloutError, "no rollout of a qwen3_5", "on cuda", "rollout.name=local")
+    require_error(error, RolloutError, "no rollout of a qwen3_5", "on cuda", "rollout.name=local")
 
 
 def test_without_torchvision_the_remedy_is_to_install_it(pool: RankPool, folder: Path) -> None:
     error = call(pool, "refused_without_torchvision", folder)
-    refuse(error, RolloutError, "torchvision", "--torch-backend cpu")
+    require_error(error, RolloutError, "torchvision", "--torch-backend cpu")
 
 
 def test_a_folder_without_a_processor_is_refused_with_the_files_to_copy(
@@ -255,7 +249,7 @@ def test_a_folder_without_a_processor_is_refused_with_the_files_to_copy(
     place = make(tmp_path / "model", "qwen2_5_vl")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (place / name).unlink(missing_ok=True)
-    refuse(call(pool, "refused", place), RolloutError, "preprocessor_config.json")
+    require_error(call(pool, "refused", place), RolloutError, "preprocessor_config.json")
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
@@ -266,7 +260,9 @@ def test_positions_that_vllm_would_not_interleave_are_refused(
     config = json.loads((place / "config.json").read_text())
     del config["text_config"]["rope_parameters"]["mrope_interleaved"]
     (place / "config.json").write_text(json.dumps(config))
-    refuse(call(pool, "refused", place), ConfigError, "mrope_interleaved", "engine.model.path")
+    require_error(
+        call(pool, "refused", place), ConfigError, "mrope_interleaved", "engine.model.path"
+    )
 
 
 def test_a_family_whose_tower_no_test_has_compared_is_refused_by_name(
@@ -276,7 +272,7 @@ def test_a_family_whose_tower_no_test_has_compared_is_refused_by_name(
 
     LlavaConfig().save_pretrained(tmp_path / "model")
     error = call(pool, "refused", tmp_path / "model")
-    refuse(error, UnsupportedCapability, "llava", "no test has compared its tower")
+    require_error(error, UnsupportedCapability, "llava", "no test has compared its tower")
 
 
 @pytest.mark.parametrize(
@@ -295,4 +291,4 @@ def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(
 ) -> None:
     tiny_pictured_model(family).config.save_pretrained(tmp_path / "model")
     error = call(pool, "refused", tmp_path / "model")
-    refuse(error, RolloutError, f"no rollout of a {family}", reason, "rollout.name=local")
+    require_error(error, RolloutError, f"no rollout of a {family}", reason, "rollout.name=local")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_rollouts import make_served_model
-from vllm_peers import DEVICE
+from vllm_peers import DEVICE, require_error
 from zoo import NEAR_MEAN, TIMES
 
 from engine_api.errors import ConfigError, EngineError, RolloutError
@@ -26,12 +26,6 @@ def call(name: str, **arguments: Any) -> Any:
         f"linear_attention_peers:{name}", deadline=280, **arguments
     )
     return found
-
-
-def refuse(error: EngineError | None, kind: type[EngineError], *words: str) -> None:
-    assert isinstance(error, kind), error
-    assert error.remedy
-    assert all(word in str(error) for word in words), error
 
 
 @pytest.fixture(scope="module")
@@ -54,18 +48,20 @@ def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sy
 @ON_A_CPU
 def test_on_a_cpu_other_dtypes_than_bfloat16_are_refused_at_the_start(folder: Path) -> None:
     error = call("refused", folder=str(folder), dtype="float32")
-    refuse(error, ConfigError, "rollout.options.dtype", "expected bfloat16 for a qwen3_next")
+    require_error(error, ConfigError, "rollout.options.dtype", "expected bfloat16 for a qwen3_next")
 
 
 def test_on_a_gpu_float32_is_refused_at_the_start() -> None:
     error = call("check_on_hopper", asked="triton", chosen="triton", holds=None, dtype="float32")
-    refuse(error, ConfigError, "rollout.options.dtype", "expected bfloat16 or float16 for a qwen3")
+    require_error(
+        error, ConfigError, "rollout.options.dtype", "expected bfloat16 or float16 for a qwen3"
+    )
 
 
 @ON_A_CPU
 def test_on_a_cpu_a_choice_of_kernels_is_refused(folder: Path) -> None:
     error = call("refused", folder=str(folder), gdn_prefill_backend="triton")
-    refuse(error, ConfigError, "rollout.options.gdn_prefill_backend", "leave it out")
+    require_error(error, ConfigError, "rollout.options.gdn_prefill_backend", "leave it out")
 
 
 @ON_A_CPU
@@ -78,7 +74,7 @@ def test_vllms_own_rule_is_asked_for_the_kernel() -> None:
 def test_vllms_own_choice_generates_or_is_refused_at_the_start(folder: Path) -> None:
     error = call("generate", folder=str(folder), gdn_prefill_backend="auto")
     if error is not None:
-        refuse(error, RolloutError, "vLLM did not start", "gdn_prefill_backend: triton")
+        require_error(error, RolloutError, "vLLM did not start", "gdn_prefill_backend: triton")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +89,7 @@ def test_a_kernel_that_cannot_be_used_is_refused_with_the_option_that_chooses_an
     asked: str, chosen: str, holds: dict[str, Any] | None, kind: type[EngineError], words: str
 ) -> None:
     error = call("check_on_hopper", asked=asked, chosen=chosen, holds=holds)
-    refuse(error, kind, words, "triton", "rollout.options.gdn_prefill_backend")
+    require_error(error, kind, words, "triton", "rollout.options.gdn_prefill_backend")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +112,7 @@ def test_a_kernel_that_can_be_used_is_not_refused(
 def test_cuda_graphs_of_a_model_with_states_are_refused() -> None:
     model = {"architecture": "NemotronHForCausalLM", "has_states": True}
     error = call("check_right", device="cuda", **model)
-    refuse(error, ConfigError, "rollout.options.enforce_eager", "enforce_eager=true")
+    require_error(error, ConfigError, "rollout.options.enforce_eager", "enforce_eager=true")
     assert call("check_right", device="cuda", **model, eager=True) is None
     assert call("check_right", device="cpu", **model) is None
     assert call("check_right", device="cuda", architecture="LlamaForCausalLM") is None
@@ -125,7 +121,9 @@ def test_cuda_graphs_of_a_model_with_states_are_refused() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_model_that_vllm_was_seen_to_compute_wrongly_is_refused(device: str) -> None:
     error = call("check_right", device=device, architecture="Glm4MoeLiteForCausalLM", eager=True)
-    refuse(error, RolloutError, "log-probs of Glm4MoeLiteForCausalLM differ", "rollout.name=local")
+    require_error(
+        error, RolloutError, "log-probs of Glm4MoeLiteForCausalLM differ", "rollout.name=local"
+    )
 
 
 def test_vllm_is_given_the_kernel_that_is_chosen() -> None:

@@ -109,6 +109,13 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:
     return None
 
 
+def require_error(error: EngineError | None, kind: type[EngineError], *words: str) -> None:
+    """Require an error of a kind with these words, and with what to do."""
+    assert isinstance(error, kind), error
+    assert error.remedy
+    assert all(word in str(error) for word in words), error
+
+
 def refused(model: str, **arguments: Any) -> EngineError | None:
     """Return the error of making a rollout."""
 
