@@ -6,12 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from engine_api.batch import Batch
 from engine_api.results import TokenOutputs
 from engine_trainer.algorithms.correction import correct, correction_figures, ratios
 from engine_trainer.algorithms.losses import PolicyLoss
 from engine_trainer.config import CorrectionSection
+from engine_trainer.rl.kept_tokens import FIELD, TokenWatch
 from engine_trainer.rl.mismatch import MismatchWatch, largest_of, mismatch_figures, mismatch_sums
 
 LENGTHS = [5, 1, 9, 2, 7, 3]
@@ -341,6 +347,29 @@ def loss_batch(**extra):
         **extra,
     }
     return Batch(input_ids=torch.arange(len(mask)), cu_seqlens=cu, fields=fields), engine
+
+
+@pytest.mark.parametrize("kind", ["ppo", "gspo"])
+@pytest.mark.parametrize("corrects", [False, True])
+def test_the_loss_of_an_update_does_not_wait_for_its_device(kind, corrects):
+    """Fake tensors have no values: an operation that needs one raises an error."""
+    batch, engine = loss_batch()
+    section = CorrectionSection(weight="token" if corrects else "none")
+    plain = PolicyLoss(kind=kind, on_policy=True, corrected=corrects, entropy=True)
+    loss = TokenWatch(MismatchWatch(plain, section))
+    batch = batch.with_fields(**{FIELD: torch.arange(len(engine), dtype=torch.int32) - 9})
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = batch.with_computed()
+        for name in ("input_ids", "cu_seqlens"):
+            object.__setattr__(fake, name, mode.from_tensor(getattr(batch, name)))
+        fields = {name: mode.from_tensor(value) for name, value in batch.fields.items()}
+        object.__setattr__(fake, "fields", fields)
+        log_probs = mode.from_tensor(engine)
+        for _ in range(2):
+            loss(TokenOutputs(log_probs=log_probs, entropy=log_probs), fake)
+        loss.coefficients(fake)
+        with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+            _ = loss.observed
 
 
 @pytest.mark.parametrize(

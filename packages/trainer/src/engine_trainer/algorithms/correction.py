@@ -88,7 +88,7 @@ def ratios(
         cu_seqlens: ``[D+1]`` document boundaries.
     """
     counted = mask > 0
-    document = document_of(cu_seqlens, mask.device)
+    document = document_of(cu_seqlens, mask)
     log = where_counted(engine.detach().double() - rollout.detach().double(), mask)
     counts = sum_by_document(counted.double(), cu_seqlens)
     sums = sum_by_document(log, cu_seqlens)

@@ -115,7 +115,7 @@ class PolicyTokens:
     @property
     def document(self) -> torch.Tensor:
         """``[T]`` int64, the document of each token."""
-        return document_of(self.cu_seqlens, self.log_probs.device)
+        return document_of(self.cu_seqlens, self.log_probs)
 
     def sum_by_document(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of ``values`` ``[T]`` over each document: ``[D]``, differentiable."""

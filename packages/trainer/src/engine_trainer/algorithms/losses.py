@@ -319,7 +319,7 @@ class PolicyLoss:
         counted = (batch.loss_weight > 0).to(own.dtype)
         counts = sum_by_document(counted, batch.cu_seqlens)
         mean = sum_by_document(own, batch.cu_seqlens) / counts.clamp(min=1.0)
-        return mean[document_of(batch.cu_seqlens, own.device)] * counted
+        return mean[document_of(batch.cu_seqlens, own)] * counted
 
     def _policy_weight(self, batch: Batch) -> torch.Tensor:
         weight = batch.loss_weight

@@ -49,7 +49,7 @@ def mean_log_ratio(
     """
     sums = sum_by_document(log_ratio.where(counted, 0.0), cu_seqlens)
     counts = sum_by_document(counted.to(log_ratio.dtype), cu_seqlens)
-    return (sums / counts.clamp(min=1.0))[document_of(cu_seqlens, log_ratio.device)]
+    return (sums / counts.clamp(min=1.0))[document_of(cu_seqlens, log_ratio)]
 
 
 def clipped(

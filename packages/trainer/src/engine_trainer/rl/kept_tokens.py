@@ -115,16 +115,21 @@ class TokenWatch:
         self.needs = needs_of(loss)
         # Read where the loss needs a divergence (``engine_api.distillation``).
         self.teaching = getattr(loss, "teaching", None)
+        # All tokens of each micro-batch: to choose those that are kept would be to wait for the
+        # device.
         self._rows: list[dict[str, torch.Tensor]] = []
 
     @property
     def observed(self) -> dict[str, Any]:
         """The wrapped loss's observations (``inner``), and the kept tokens (see ``Trained``)."""
-        names = self._rows[0] if self._rows else {_PLACES: torch.zeros(0, dtype=torch.int32)}
-        tokens = {
-            name: torch.cat([row[name] for row in self._rows]) if self._rows else empty
-            for name, empty in names.items()
-        }
+        parts: dict[str, list[torch.Tensor]] = {}
+        for row in self._rows:
+            wanted = row[_PLACES] >= 0
+            for name, values in row.items():
+                parts.setdefault(name, []).append(values[wanted].cpu())
+        tokens = {name: torch.cat(values) for name, values in parts.items()}
+        if not self._rows:
+            tokens = {_PLACES: torch.zeros(0, dtype=torch.int32)}
         return {"inner": getattr(self._loss, "observed", None), "tokens": tokens}
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
@@ -134,12 +139,8 @@ class TokenWatch:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> LossOutput:
         """Return the wrapped loss."""
         assert outputs.log_probs is not None
-        wanted = batch[FIELD] >= 0
-        row = {
-            _PLACES: batch[FIELD][wanted].cpu(),
-            "old_log_probs": outputs.log_probs.detach()[wanted].float().cpu(),
-        }
+        row = {_PLACES: batch[FIELD], "old_log_probs": outputs.log_probs.detach().float()}
         if outputs.entropy is not None:
-            row["entropy"] = outputs.entropy.detach()[wanted].float().cpu()
+            row["entropy"] = outputs.entropy.detach().float()
         self._rows.append(row)
         return self._loss(outputs, batch)

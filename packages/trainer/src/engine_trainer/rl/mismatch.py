@@ -124,8 +124,13 @@ class MismatchWatch:
         self.needs = needs_of(loss)
         # Read where the loss needs a divergence (``engine_api.distillation``).
         self.teaching = getattr(loss, "teaching", None)
-        # The largest |Δ| on this rank so far, in nats; see ``Trained``.
-        self.observed = 0.0
+        # On the device: to read it at each micro-batch would be to wait for the device each time.
+        self._largest: torch.Tensor | None = None
+
+    @property
+    def observed(self) -> float:
+        """The largest |Δ| on this rank so far, in nats (see ``Trained``)."""
+        return 0.0 if self._largest is None else float(self._largest)
 
     def coefficients(self, batch: Batch) -> torch.Tensor | None:
         """Return the wrapped loss's coefficients, or None with a correction.
@@ -140,7 +145,10 @@ class MismatchWatch:
         engine = outputs.log_probs.detach()
         rollout = batch["rollout_log_probs"]
         given = ratios(engine, rollout, batch["mask"], batch.cu_seqlens)
-        self.observed = max(self.observed, largest_of(given))
+        if given.log.numel():
+            # Together, so that a NaN stays one.
+            before = [] if self._largest is None else [self._largest]
+            self._largest = torch.stack([given.log.abs().max(), *before]).max()
         sums = mismatch_sums(given, engine, rollout)
         if self._correction is not None:
             batch, corrected = apply(batch, given, self._correction)
