@@ -41,8 +41,8 @@ VOCABULARIES = frozenset(
     }
 )
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-# Of one copy. A loader that reorders heads has a few for each of them; one that reorders elements
-# has as many as elements.
+# A loader that reorders heads copies a few boxes for each head, and one that reorders elements as
+# many boxes as elements.
 _MOST_BOXES = 1024
 
 
@@ -184,7 +184,13 @@ class LoaderTrace(TorchDispatchMode):
         """Note where the elements of a contiguous copy come from: loaders transpose by copies."""
         storage = _storage(source)
         origin = self._origins.get(storage)
-        if origin is None or not copy.is_contiguous():
+        if origin is None or not copy.is_contiguous() or not source.numel():
+            return
+        if origin.lost_by:
+            # What it holds is not known, so that neither is what a part of it holds.
+            self._origins[_storage(copy)] = replace(
+                origin, held=_layout(copy), memory=StorageWeakRef(copy.untyped_storage())
+            )
             return
         runs = origin.find_runs(source)
         lost = "" if runs is not None else f"a copy of {_describe(source, origin)}"
@@ -195,7 +201,7 @@ class LoaderTrace(TorchDispatchMode):
             held=_layout(copy) if runs is None else _divide(_layout(copy), runs),
             part=origin.part if runs is None else origin.find(source, runs),
             functions=(*origin.functions, *functions),
-            lost_by=origin.lost_by or lost,
+            lost_by=lost,
             memory=StorageWeakRef(copy.untyped_storage()),
         )
 
@@ -211,7 +217,7 @@ class LoaderTrace(TorchDispatchMode):
         if owner is None:
             self._mark_changed(target, "aten::copy_ changes it on the way")
             return
-        if origin is None:
+        if origin is None or not source.numel():
             return
         name, whole = origin.name, origin.whole
         if origin.lost_by:
@@ -358,6 +364,8 @@ def _find_runs(view: _Part, whole: _Part) -> list[list[_Run]] | None:
             if (count - 1) * step > left[axis]:
                 # The view goes on along the axis before, if it has this one to its end.
                 count = whole.shape[axis] // step
+                if count < 2 or whole.shape[axis] % step:
+                    return None
             left[axis] -= (count - 1) * step
             if left[axis] < 0 or size % (done * count):
                 return None
