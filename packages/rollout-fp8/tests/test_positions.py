@@ -1,8 +1,7 @@
-"""Positions of a server beside those of transformers, without a server."""
+"""Positions of a server, compared with those of transformers, without a server."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from tiny_models import tiny_config
 
 from engine_api.config import ModelSource
+from engine_api.errors import ConfigError
 from rollout_fp8.install.positions import (
     AttentionScale,
     Positions,
@@ -19,6 +19,7 @@ from rollout_fp8.install.positions import (
     ServedTable,
     differences,
     sample_positions,
+    warn_if_not_compared,
 )
 
 LENGTH = 64
@@ -55,6 +56,7 @@ def serve(
 
 def compare(model: Positions, *tables: ServedTable, **scales: torch.Tensor) -> list[str]:
     served = ServedPositions(tables=[*tables], scales=scales)
+    warn_if_not_compared(model, [served, served])
     return [*differences(model, served, LENGTH)]
 
 
@@ -138,8 +140,6 @@ def test_each_table_of_a_configuration_must_be_served(tmp_path: Path) -> None:
     assert compare(model, tables[1], *tables) == []
     (why,) = compare(model, tables[0])
     assert why.startswith("no layer has the table of model.rotary_emb.")
-    # A server with layers that have no positions may hold no table at all.
-    assert compare(model) == []
 
 
 def test_large_positions_may_differ_by_the_rounding_of_frequencies_alone() -> None:
@@ -170,10 +170,43 @@ def test_the_part_of_each_head_is_that_of_the_engine(tmp_path: Path) -> None:
     assert len(only_table(model).frequencies) == 4
 
 
-def test_models_without_rotary_positions_have_no_tables(tmp_path: Path) -> None:
+def test_a_server_without_tables_is_not_compared_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = read(tmp_path, "llama")
+    assert compare(model, serve(only_table(model))) == []
+    assert caplog.messages == []
+    # A server with layers that have no positions may hold no table at all.
+    assert compare(model) == []
+    (warning,) = caplog.messages
+    assert "transformers has model.rotary_emb.inv_freq, and the server has no table" in warning
+
+
+def test_models_without_rotary_positions_have_no_tables(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = read(tmp_path, "gpt2")
     assert not model.tables
+    assert compare(model) == []
+    assert caplog.messages == []
     assert compare(model, serve(RotaryTable(torch.ones(4).double(), 1.0))) == []
+    (warning,) = caplog.messages
+    assert "the server has tables (RotaryEmbedding), and transformers has no buffer" in warning
+
+
+def test_a_model_that_cannot_fill_its_frequencies_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+    def fail(_: Any, module: Any) -> None:
+        if hasattr(module, "inv_freq") and not module.inv_freq.is_meta:
+            raise KeyError("theta")
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", fail)
+    with pytest.raises(ConfigError, match="cannot build a llama") as caught:
+        read(tmp_path, "llama")
+    assert "KeyError: 'theta'" in str(caught.value)
 
 
 SCALED = {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -231,4 +264,3 @@ def test_tables_of_a_tower_are_left_out(tmp_path: Path) -> None:
     model = Positions.read(ModelSource(path=str(tmp_path)))
     assert [*model.tables] == ["model.language_model.rotary_emb.inv_freq"]
     assert model.nested
-    assert not replace(model, nested=False).scale

@@ -48,6 +48,14 @@ def own_choice(asked: str) -> str | None:
     return private.find_prefill_kernel(config, asked)
 
 
+def choice_of_another_version(error: Exception) -> str | None:
+    """Return the kernel of a vLLM whose rule fails with our arguments."""
+    config = SimpleNamespace(hf_text_config=None, dtype=torch.bfloat16)
+    layers: Any = SimpleNamespace(_resolve_gdn_prefill_backend=mock.Mock(side_effect=error))
+    with mock.patch.object(private.importlib, "import_module", return_value=layers):
+        return private.find_prefill_kernel(config, "auto")
+
+
 def check_on_hopper(
     asked: str, chosen: str | None, holds: dict[str, Any] | None, dtype: str = "bfloat16"
 ) -> EngineError | None:
@@ -62,7 +70,13 @@ def check_on_hopper(
     modules: Any = {"flashinfer": flashinfer, "flashinfer.gdn_prefill": flashinfer}
     with (
         mock.patch.object(private, "find_prefill_kernel", return_value=chosen),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(
+            private.current_platform,
+            "get_device_capability",
+            return_value=SimpleNamespace(major=9, minor=0),
+        ),
+        # It would start CUDA in the parent process of workers.
+        mock.patch.object(torch.cuda, "get_device_capability", side_effect=AssertionError),
         mock.patch.dict("sys.modules", modules),
     ):
         return error_of(linear_attention.check, config, torch.device("cuda"), asked)

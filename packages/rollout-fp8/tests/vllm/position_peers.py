@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,9 @@ import tiny_rollouts
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models import llama
 
+from engine_api.config import ModelSource
 from engine_api.errors import EngineError
+from rollout_fp8.install.positions import Positions
 from rollout_fp8.vllm import positions
 
 
@@ -95,7 +98,26 @@ def compare_former(folder: str) -> dict[str, Any]:
         return tiny_rollouts.compare_vllm(folder)
 
 
-def compare_workers(folder: str) -> bool:
-    """Start a rollout in workers of its own, which compares its positions, and close it."""
-    tiny_rollouts.start_vllm(folder, executor="workers").close()
-    return True
+def compare_workers(folder: str) -> list[int]:
+    """Return the number of tables of each worker with which a rollout compares transformers'."""
+    with mock.patch.object(positions, "differences", wraps=positions.differences) as compared:
+        tiny_rollouts.start_vllm(folder, executor="workers").close()
+    return [len(call.args[1].tables) for call in compared.call_args_list]
+
+
+def require_of_another_version(error: Exception) -> EngineError | None:
+    """Return the error of a vLLM whose attributes cannot be read."""
+    model = Positions(text=None, nested=False, tables={}, scale=None)
+    workers = mock.Mock()
+    workers.read_positions.side_effect = error
+    try:
+        positions.require_served(model, workers, 64)
+    except EngineError as found:
+        return found.with_traceback(None)
+    return None
+
+
+def keys_of(folder: str, *, nested: bool) -> dict[str, Any]:
+    """Return the keys that vLLM gets for a language model, which may be a part of another model."""
+    model = Positions.read(ModelSource(path=folder))
+    return positions.server_keys(replace(model, nested=nested))

@@ -70,6 +70,11 @@ def test_vllms_own_rule_is_asked_for_the_kernel() -> None:
     assert call("own_choice", asked="flashinfer") == "triton"
 
 
+@pytest.mark.parametrize("kind", [AttributeError, TypeError, ValueError])
+def test_a_rule_of_another_version_is_not_asked(kind: type[Exception]) -> None:
+    assert call("choice_of_another_version", error=kind("another version")) is None
+
+
 @ON_A_GPU
 def test_vllms_own_choice_generates_or_is_refused_at_the_start(folder: Path) -> None:
     error = call("generate", folder=str(folder), gdn_prefill_backend="auto")

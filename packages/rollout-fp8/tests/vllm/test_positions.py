@@ -36,9 +36,11 @@ def write(folder: Path, model_type: str, **changes: Any) -> str:
 
 
 def run(name: str, folder: str, **arguments: Any) -> Any:
-    (found,) = get_pool(1, device=DEVICE).run(
-        f"position_peers:{name}", deadline=280, folder=folder, **arguments
-    )
+    return call(name, folder=folder, **arguments)
+
+
+def call(name: str, **arguments: Any) -> Any:
+    (found,) = get_pool(1, device=DEVICE).run(f"position_peers:{name}", deadline=280, **arguments)
     return found
 
 
@@ -93,6 +95,7 @@ def test_a_scale_that_vllm_turns_off_for_short_models_is_refused_by_name(tmp_pat
     assert isinstance(error, RolloutError)
     assert "model.layers.1.self_attn scales its attention at position" in str(error)
     assert "model.layers.0" not in str(error)
+    assert error.remedy == "rollout.options.max_model_len above 32768, or of at most 7"
 
 
 @pytest.mark.turn
@@ -120,4 +123,32 @@ def test_long_factors_for_short_sequences_are_refused_with_the_length(tmp_path: 
 
 @pytest.mark.turn
 def test_workers_of_their_own_tell_their_positions(tmp_path: Path) -> None:
-    assert run("compare_workers", write(tmp_path / "model", "llama"))
+    (tables,) = run("compare_workers", write(tmp_path / "model", "llama"))
+    assert tables > 0
+
+
+@pytest.mark.turn
+def test_a_table_that_is_too_short_is_refused_with_its_length(tmp_path: Path) -> None:
+    # vLLM's own length is 256 then.
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = write(tmp_path / "model", "llama", rope_parameters=rope, max_position_embeddings=128)
+    error = run("refuse", folder)
+    assert isinstance(error, RolloutError)
+    assert "has a table of 128 positions for 256" in str(error)
+    assert error.remedy == "rollout.options.max_model_len of at most 128"
+
+
+@pytest.mark.parametrize("kind", [AttributeError, TypeError, IndexError])
+def test_a_version_whose_attributes_cannot_be_read_is_refused(kind: type[Exception]) -> None:
+    error = call("require_of_another_version", error=kind("cos_sin_cache"))
+    assert isinstance(error, RolloutError)
+    assert "cannot be compared" in str(error)
+    assert f"got {kind.__name__}: cos_sin_cache" in str(error)
+    assert "a tested version of vLLM" in error.remedy
+
+
+def test_only_a_whole_language_model_gets_keys_for_its_scale(tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", "ministral3", rope_parameters=SCALED)
+    keys = run("keys_of", folder, nested=False)
+    assert keys["llama_4_scaling"] == {"original_max_position_embeddings": 8, "beta": 0.5}
+    assert run("keys_of", folder, nested=True) == {}

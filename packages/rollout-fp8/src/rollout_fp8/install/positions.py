@@ -1,4 +1,4 @@
-"""Tables of rotary positions and scales of attention by position: a server's beside transformers'.
+"""Rotary tables and attention scales of a server, compared with those of transformers.
 
 A server reads the parameters of RoPE itself, and may pass over one of their keys: every weight is
 then served rightly, the audit passes, and all log-probs are wrong. So a rollout compares, at its
@@ -12,12 +12,14 @@ compared for the families that `_read_scale` knows.
 
 Not compared are: the layers that a table belongs to; the order of a head's dimensions; the sections
 of positions in time, height and width; tables of vision towers; tables of another form (Fourier and
-dual-chunk embeddings); and models whose frequencies transformers keeps otherwise than in buffers
-``inv_freq`` (GPT-J, CodeGen, code of the model's folder). The zoo's log-probs are for those.
+dual-chunk embeddings); and models whose frequencies transformers keeps differently than in
+buffers ``inv_freq`` (GPT-J, CodeGen, code of the model's folder). The zoo's log-probs are for
+those. A warning says so where only one of the two sides has any table.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from engine_api.config import ModelSource
 from engine_api.hf_config import read_hf_config, rope_parts, unbuildable
 from engine_api.hf_overrides import override
 from engine_api.hf_vision import find_auto_class
+
+log = logging.getLogger("rollout_fp8")
 
 _FIELD = "engine.model"
 _BUFFER = "inv_freq"
@@ -118,14 +122,15 @@ class Positions:
                 model = find_auto_class(config).from_config(
                     config, trust_remote_code=source.trust_remote_code
                 )
+            text = config.get_text_config()
+            tables = dict(_read_tables(model, text))
         # The family's own code reads the configuration, and may raise anything.
         except Exception as error:
             raise unbuildable(config, source.path, error, field=f"{_FIELD}.path") from error
-        text = config.get_text_config()
         return cls(
             text=text,
             nested=text is not config,
-            tables=dict(_read_tables(model, text)),
+            tables=tables,
             scale=_read_scale(text),
         )
 
@@ -160,6 +165,24 @@ def sample_positions(length: int) -> list[int]:
     return sorted(position for position in wanted if position < length)
 
 
+def warn_if_not_compared(model: Positions, workers: Sequence[ServedPositions]) -> None:
+    """Log a warning if only transformers, or only a server's workers, have rotary tables."""
+    kinds = {table.kind for served in workers for table in served.tables}
+    if model.tables and not all(served.tables for served in workers):
+        log.warning(
+            "rotary positions of this model are not compared with transformers': transformers has "
+            "%s, and the server has no table of cosines and sines by position",
+            ", ".join(sorted(model.tables)),
+        )
+    elif kinds and not model.tables:
+        log.warning(
+            "rotary positions of this model are not compared with transformers': the server has "
+            "tables (%s), and transformers has no buffer %s",
+            ", ".join(sorted(kinds)),
+            _BUFFER,
+        )
+
+
 def differences(model: Positions, served: ServedPositions, length: int) -> Iterator[str]:
     """Yield what a server with ``length`` positions computes differently than transformers.
 
@@ -176,19 +199,19 @@ def _compare_tables(
     if not tables:
         return
     found: set[str] = set()
-    for one in served:
-        if one.length <= positions[-1]:
+    for candidate in served:
+        if candidate.length <= positions[-1]:
             yield (
-                f"{one.name} ({one.kind}) has a table of {one.length:,} positions for "
-                f"{positions[-1] + 1:,}"
+                f"{candidate.name} ({candidate.kind}) has a table of {candidate.length:,} "
+                f"positions for {positions[-1] + 1:,}"
             )
             continue
-        apart = {name: _describe(one, table, positions) for name, table in tables.items()}
+        apart = {name: _describe(candidate, table, positions) for name, table in tables.items()}
         alike = {name for name, difference in apart.items() if not difference}
         found |= alike
         if not alike:
             name, difference = next(iter(apart.items()))
-            yield f"{one.name} ({one.kind}) is not {' or '.join(apart)}: {difference}"
+            yield f"{candidate.name} ({candidate.kind}) is not {' or '.join(apart)}: {difference}"
     # Layers without positions may leave the only table unused.
     if found:
         for name in sorted(tables.keys() - found):
@@ -205,7 +228,7 @@ def _describe(served: ServedTable, table: RotaryTable, positions: Sequence[int])
         )
     rows = served.rows.double()
     excess = (rows - wanted).abs() - table.tolerances(positions, served.epsilon)
-    # A number that is none is not within any tolerance.
+    # NaN is within no tolerance.
     wrong = ~(excess <= 0)
     if not bool(wrong.any()):
         return ""
@@ -222,10 +245,10 @@ def _describe(served: ServedTable, table: RotaryTable, positions: Sequence[int])
 def _compare_scales(
     scale: AttentionScale | None, served: Mapping[str, Tensor], positions: Sequence[int]
 ) -> Iterator[str]:
-    one = torch.ones(len(positions), dtype=torch.float64)
-    wanted = one if scale is None else scale.rows(positions)
+    unscaled = torch.ones(len(positions), dtype=torch.float64)
+    wanted = unscaled if scale is None else scale.rows(positions)
     last = positions[-1]
-    if not served and not torch.equal(wanted, one):
+    if not served and not torch.equal(wanted, unscaled):
         yield (
             f"no layer scales its attention by position, and transformers does, by "
             f"{float(wanted[-1]):.4f} at position {last}"

@@ -29,7 +29,7 @@ def arguments(options: VllmOptions) -> dict[str, Any]:
 
 
 def check(config: Any, device: torch.device, asked: str) -> None:
-    """Raise an error where a model's linear attention cannot be computed as it is asked for.
+    """Raise an error where a device cannot compute a model's linear attention with these options.
 
     Args:
         config: vLLM's configuration of the model, which may have no linear attention.
@@ -100,8 +100,8 @@ def _find_flashinfer_fault(device: torch.device) -> str:
 
     FlashInfer imports its kernels when it is imported, and holds None for those that it cannot.
     """
-    major, _ = torch.cuda.get_device_capability(device)
-    name = f"chunk_gated_delta_rule_sm{major}0"
+    # An unknown GPU has a name that is not found below, as in releases without one.
+    name = f"chunk_gated_delta_rule_sm{private.find_generation(device)}0"
     try:
         found: Any = importlib.import_module("flashinfer.gdn_prefill")
     # A build for another torch or CUDA lacks symbols.

@@ -8,21 +8,27 @@ here described, in some version or class of vLLM, ends in a refusal.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from engine_api.errors import RolloutError
 from engine_api.hf_config import rope_parts
+from rollout_fp8.failures import describe_error
 from rollout_fp8.install.positions import (
     Positions,
     ServedPositions,
     differences,
     sample_positions,
+    warn_if_not_compared,
 )
 from rollout_fp8.vllm import private
 
 WHERE = "rollout 'vllm'"
-# Of several reasons, which are mostly the same for all layers.
+# Number of reasons that an error shows: they are mostly the same for all layers.
 _SHOWN = 3
+# vLLM scales attention of Llama 4 only for a larger max_model_len (0.26.0 and 0.32.0,
+# ``Llama4ForCausalLM``).
+_UNSCALED_LENGTH = 32768
 
 
 class Workers(Protocol):
@@ -78,25 +84,49 @@ def require_served(model: Positions, workers: Workers, length: int) -> None:
         workers: workers of the server that has started.
         length: positions that a sequence may have.
     """
-    found = workers.read_positions(sample_positions(length))
+    try:
+        found = workers.read_positions(sample_positions(length))
+    # Attributes without a public name, of another vLLM. Errors of workers in their own processes
+    # are typed already (``Processes.call``).
+    except (AttributeError, TypeError, IndexError) as error:
+        raise RolloutError(
+            "positions of this version of vLLM cannot be compared with transformers'",
+            where=WHERE,
+            why=f"expected the attributes of its rotary and attention layers that tested versions "
+            f"have, got {describe_error(error)}",
+            remedy="a tested version of vLLM, or rollout.name=local",
+        ) from error
+    warn_if_not_compared(model, found)
     # Workers of one model have the same tables.
-    reasons = [*dict.fromkeys(why for one in found for why in differences(model, one, length))]
+    reasons = [
+        *dict.fromkeys(why for served in found for why in differences(model, served, length))
+    ]
     if reasons:
         more = f", and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         raise RolloutError(
             "vLLM computes positions differently than transformers",
             where=WHERE,
             why="; ".join(reasons[:_SHOWN]) + more,
-            remedy=_advise(model, length),
+            remedy=_advise(model, found, length),
         )
 
 
-def _advise(model: Positions, length: int) -> str:
+def _advise(model: Positions, found: Sequence[ServedPositions], length: int) -> str:
     for rope in rope_parts(model.text).values():
         short = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and short is not None and length > short:
             # vLLM takes the long factors for every sequence then, and engines the short ones.
             return f"rollout.options.max_model_len of at most {short}"
+    # RoPE of type ``dynamic``: vLLM's default max_model_len is ``factor`` times the table's length.
+    shortest = min((table.length for served in found for table in served.tables), default=length)
+    if shortest < length:
+        return f"rollout.options.max_model_len of at most {shortest}"
+    if model.scale is not None and getattr(model.text, "attn_temperature_tuning", False):
+        unscaled = int(model.scale.every) - 1
+        if unscaled < length <= _UNSCALED_LENGTH:
+            return (
+                f"rollout.options.max_model_len above {_UNSCALED_LENGTH}, or of at most {unscaled}"
+            )
     return (
         "rollout.name=local for this model; or another version of vLLM that reads all of its "
         "rope_parameters (rollout.options.allow_untested_version=true)"

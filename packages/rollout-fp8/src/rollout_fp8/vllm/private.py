@@ -789,5 +789,19 @@ def find_prefill_kernel(config: Any, asked: str) -> str | None:
     if choose is None:
         return None
     keys = {"gdn_prefill_backend": asked}
-    _, kernel = choose(SimpleNamespace(model_config=config, additional_config=keys))
+    # Another version may take other arguments, read more of them, or return another form.
+    try:
+        _, kernel = choose(SimpleNamespace(model_config=config, additional_config=keys))
+    except (AttributeError, TypeError, ValueError):
+        return None
     return str(kernel)
+
+
+def find_generation(device: torch.device) -> int | None:
+    """Return the major number of a GPU's compute capability, or None if vLLM does not know it.
+
+    PyTorch's call would start CUDA in the parent process of workers, and vLLM's platform asks the
+    driver instead. Upstream: no thread known (0.26.0 and 0.32.0).
+    """
+    capability = current_platform.get_device_capability(device.index or 0)
+    return None if capability is None else capability.major
