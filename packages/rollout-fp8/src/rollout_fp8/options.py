@@ -76,7 +76,11 @@ class VllmOptions(Options):
     """
 
     enforce_eager: bool | None = None
-    """True uses no CUDA graphs and no compilation. Null is true on the CPU only."""
+    """True uses no CUDA graphs and no compilation.
+
+    Null is true on the CPU, and for models with states in their layers (linear attention, state
+    spaces), whose CUDA graphs are refused.
+    """
 
     max_num_batched_tokens: int | None = None
     """Largest number of tokens of one forward pass. Null leaves the choice to vLLM."""

@@ -154,6 +154,20 @@ def layer_in_guards() -> list[str]:
     return [] if left() is None else ["a layer", *holders(left())]
 
 
+def emptied_by_sleep(executor: str) -> list[str]:
+    """Return the calls that return PyTorch's memory, in a sleep of vLLM's and behind it."""
+    calls: list[str] = []
+    at = "in a sleep"
+    plan = SimpleNamespace(in_process=executor == "in_process")
+    # As vLLM's allocator does.
+    engine = SimpleNamespace(sleep=lambda level: torch.cuda.empty_cache())
+    with patch.object(torch.cuda, "empty_cache", lambda: calls.append(at)):
+        start.sleep(engine, plan, weights=True)
+        at = "behind it"
+        torch.cuda.empty_cache()
+    return calls
+
+
 def woken(executor: str, need: int, free: int, kept: int) -> tuple[list[Any], EngineError | None]:
     """Return the calls that wake up ``need`` bytes, by free bytes and bytes that PyTorch keeps."""
     calls, plan = (

@@ -69,6 +69,11 @@ def test_dynamos_guards_keep_no_layer() -> None:
     assert call(peers.layer_in_guards) == []
 
 
+def test_a_sleep_leaves_an_engine_of_this_process_the_memory_that_pytorch_keeps() -> None:
+    assert call(peers.emptied_by_sleep, executor="in_process") == ["behind it"]
+    assert call(peers.emptied_by_sleep, executor="workers") == ["in a sleep", "behind it"]
+
+
 def test_pytorchs_cache_is_emptied_only_where_it_must_be() -> None:
     woken = ["weights", "kv_cache"]
     assert call(peers.woken, executor="in_process", need=2 * GIB, free=2 * GIB, kept=0) == (

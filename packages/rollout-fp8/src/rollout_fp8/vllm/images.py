@@ -29,12 +29,12 @@ _IMAGE = "image"
 _REFUSED = {
     "qwen3_vl_moe": "vLLM cannot load its experts again (0.32.0)",
 }
-# The same on a CPU alone.
+# Families that are refused on a CPU alone.
 _REFUSED_ON_CPU = {
     "gemma3": "its image tokens attend in both directions, and attention of vLLM's CPU build is "
     "causal (0.32.0)"
 }
-# The same on CUDA alone.
+# Families that are refused on CUDA alone.
 _REFUSED_ON_CUDA = dict.fromkeys(
     ("qwen3_5", "qwen3_5_moe"), "its comparison with transformers failed on an H200 (0.26.0)"
 )

@@ -359,7 +359,7 @@ class VllmRollout:
                     )
                 if self._asleep:
                     engines.wake_up(self._server, self._plan, self._asleep)
-                self._server.sleep(level=2 if weights else 1)
+                engines.sleep(self._server, self._plan, weights=weights)
                 self._asleep = frozenset({"weights", "kv_cache"})
                 if not weights:
                     engines.wake_up(self._server, self._plan, {"weights"})

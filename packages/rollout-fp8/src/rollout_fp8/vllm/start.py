@@ -11,7 +11,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -38,7 +38,7 @@ CPU_CACHE_BYTES = GIB
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM computes other log-probs than transformers with the same weights, by device
 # (measured by `tools/zoo.py`: 0.32.0's CPU build, and 0.26.0 on an H200).
-_WRONG = {
+_COMPUTED_WRONGLY = {
     "cpu": frozenset(
         {
             "Cohere2ForCausalLM",
@@ -170,7 +170,7 @@ def start(plan: Plan) -> vllm.LLMEngine:
         raise
 
 
-def check_right(config: Any, device: torch.device, options: VllmOptions) -> None:
+def refuse_wrong_models(config: Any, device: torch.device, options: VllmOptions) -> None:
     """Raise an error for a model that vLLM was seen to compute wrongly on a device.
 
     Args:
@@ -182,7 +182,9 @@ def check_right(config: Any, device: torch.device, options: VllmOptions) -> None
         ConfigError: a model with states in its layers, with CUDA graphs.
         RolloutError: the model is wrong with any options.
     """
-    wrong = ", ".join(_WRONG.get(device.type, frozenset()).intersection(config.architectures))
+    wrong = ", ".join(
+        _COMPUTED_WRONGLY.get(device.type, frozenset()).intersection(config.architectures)
+    )
     if wrong and device.type == "cpu":
         raise RolloutError(
             "vLLM did not start: its CPU build does not compute this model rightly",
@@ -194,17 +196,17 @@ def check_right(config: Any, device: torch.device, options: VllmOptions) -> None
         raise RolloutError(
             "vLLM did not start: it does not compute this model rightly on a GPU",
             where=WHERE,
-            why=f"log-probs of {wrong} differed from transformers' in one of two runs on an H200 "
-            "(0.26.0)",
+            why=f"log-probs of {wrong} differed from transformers' in one of two runs in bf16 on "
+            "an H200 (0.26.0)",
             remedy="rollout.name=local for this model",
         )
-    if device.type == "cuda" and _has_states(config) and not options.enforce_eager:
+    if device.type == "cuda" and _has_states(config) and options.enforce_eager is False:
         raise ConfigError(
             "rollout.options.enforce_eager",
             "expected true for a model with states in its layers, got false",
             why="with CUDA graphs Qwen3-Next's log-probs differed from transformers' on an H200 "
             "(vLLM 0.26.0), and no other such model has been compared with them",
-            remedy="rollout.options.enforce_eager=true",
+            remedy="leave it out, or set it to true",
         )
 
 
@@ -230,7 +232,9 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
     linear_attention.check(config, plan.device, plan.options.gdn_prefill_backend)
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
-    check_right(config, plan.device, plan.options)
+    refuse_wrong_models(config, plan.device, plan.options)
+    if _has_states(config):
+        chosen.enforce_eager = True
     if plan.device.type == "cpu" and _has_states(config):
         # States of linear attention are kept by prefix only where prompts come in chunks, which
         # they do not here (see ``_arguments``).
@@ -283,6 +287,12 @@ def _map_again(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> N
             "or wake up the rollout before",
             stacklevel=4,
         )
+
+
+def sleep(engine: vllm.LLMEngine, plan: Plan, *, weights: bool) -> None:
+    """Let the caches sleep, on a GPU, and with ``weights`` the weights, too, which are lost."""
+    with private.kept_memory() if plan.in_process else nullcontext():
+        engine.sleep(level=2 if weights else 1)
 
 
 def wake_up(engine: vllm.LLMEngine, plan: Plan, asleep: Collection[str]) -> None:
