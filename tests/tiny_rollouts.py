@@ -275,6 +275,7 @@ def _score_pictured(
     prompts: Sequence[Sequence[int]],
     images: Sequence[PromptImages | None],
     vision: Vision,
+    temperature: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return transformers' log-probs of each completion's tokens, in float64."""
     found: list[torch.Tensor] = []
@@ -285,7 +286,7 @@ def _score_pictured(
         arguments = build_arguments(vision, ids, None if own is None else own.media)
         if own is not None:
             arguments["pixel_values"] = arguments["pixel_values"].to(model.dtype)
-        logits = model(**arguments, use_cache=False).logits[0].double()
+        logits = model(**arguments, use_cache=False).logits[0].double() / temperature
         scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
         found.append(scores.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0])
     return found
@@ -342,19 +343,12 @@ def _compare_pictured(
     rows: list[dict[str, Any]] = []
     media: list[Media] = []
     found = {"log_probs": 0.0, "engine": 0.0}
-    for one in completions:
-        prompt = prompts[one.prompt_index]
+    wanted = _score_pictured(model, completions, prompts, images, vision, temperature)
+    for one, want in zip(completions, wanted, strict=True):
         own = images[one.prompt_index]
-        ids = torch.tensor([*prompt, *one.tokens])
-        arguments = build_arguments(vision, ids, None if own is None else own.media)
-        if own is not None:
-            arguments["pixel_values"] = arguments["pixel_values"].double()
-        logits = model(**arguments, use_cache=False).logits[0] / temperature
-        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        want = scores.gather(-1, torch.tensor(one.tokens)[:, None])[:, 0]
         apart = float((want - torch.tensor(one.log_probs, dtype=torch.float64)).abs().max())
         keep_larger(found, {"log_probs": apart})
-        rows.append({"input_ids": ids.tolist()})
+        rows.append({"input_ids": [*prompts[one.prompt_index], *one.tokens]})
         media.append(Media.none(1) if own is None else own.media)
     batch = Batch.pack(rows)
     batch = batch.with_media(Media.concat(media))

@@ -38,7 +38,7 @@ DEVICE = os.environ.get("ROLLOUT_TEST_DEVICE", "cpu")
 HAS_FP8_CACHE = DEVICE != "cpu" or bool(
     {"avx512f", "amx_tile"} & {*Path("/proc/cpuinfo").read_text().split()}
 )
-"""Whether vLLM has kernels for an FP8 cache on this processor."""
+"""Presence of vLLM's kernels for an FP8 cache on this processor."""
 
 # On a GPU tests stand side by side: without a size for its cache vLLM measures what is free while
 # the others take it, and fails.

@@ -235,12 +235,12 @@ class LoaderTrace(TorchDispatchMode):
             why = f"{_describe(source, origin)} consists of more than {_MOST_BOXES} boxes"
             raise _unknown(name, why)
         start = int(target.storage_offset() - tensor.storage_offset())
+        functions = _reduce(origin.functions, tensor.dtype)
         for box, stride, offset in boxes:
             region = Region(
                 name=name, box=box, parameter=parameter, stride=stride, offset=start + offset
             )
             # A region counts once: a loader that copies something twice does not fill more by it.
-            functions = _reduce(origin.functions, tensor.dtype)
             self._regions[region] = replace(region, functions=functions)
         is_whole = target.shape == tensor.shape == source.shape and tensor.is_contiguous()
         if self._current and is_whole and target.stride() == tensor.stride():
