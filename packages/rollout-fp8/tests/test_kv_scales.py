@@ -111,7 +111,12 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
 
 def model_config(**values: Any) -> Any:
     given = dict.fromkeys(("is_attention_free", "use_mla", "is_hybrid", "has_inner_state"), False)
-    return SimpleNamespace(**given | values, architectures=["SomeForCausalLM"])
+    own_class = values.pop("own_class", True)
+    return SimpleNamespace(
+        **given | values,
+        architectures=["SomeForCausalLM"],
+        using_transformers_backend=lambda: not own_class,
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,7 @@ def model_config(**values: Any) -> Any:
         ({"is_attention_free": True, "has_inner_state": True}, "no attention"),
         ({"use_mla": True}, "latent attention"),
         ({"is_hybrid": True}, "linear attention"),
+        ({"own_class": False}, "no class of its own"),
     ],
 )
 def test_a_model_without_such_a_cache_is_refused_by_name(values: dict[str, bool], why: str) -> None:

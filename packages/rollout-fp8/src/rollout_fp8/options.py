@@ -78,8 +78,9 @@ class VllmOptions(Options):
     enforce_eager: bool | None = None
     """True uses no CUDA graphs and no compilation.
 
-    Null is true on the CPU, and for models with states in their layers (linear attention, state
-    spaces), whose CUDA graphs are refused.
+    Null is true on the CPU, for models with states in their layers (linear attention, state spaces)
+    and, in this process, for models that vLLM has no class of its own for. False is refused for
+    the latter, and for models with states on CUDA.
     """
 
     max_num_batched_tokens: int | None = None

@@ -34,6 +34,11 @@ FAMILIES = [
         "gpt_oss",
         # Each layer has a saved buffer.
         "gemma4_text",
+        # vLLM has no class of its own for them. The last one has experts.
+        "olmo2",
+        "smollm3",
+        "starcoder2",
+        "mellum",
     )
 ]
 
@@ -47,7 +52,7 @@ def test_greedy_log_probs_are_transformers_after_every_sync(
         "tiny_rollouts:compare_vllm", deadline=280, folder=str(tmp_path / "model")
     )
     # Experts that are packed and states' weights that are transformed cannot be read back.
-    assert found["audited"] == (model_type not in ("falcon_h1", "gpt_oss", "mixtral"))
+    assert found["audited"] == (model_type not in ("falcon_h1", "gpt_oss", "mellum", "mixtral"))
     assert found["log_probs"] < NEAR
     assert found["greedy"] < NEAR
 
@@ -57,7 +62,6 @@ def test_greedy_log_probs_are_transformers_after_every_sync(
     ("model_type", "reason"),
     [
         ("ernie4_5_moe", "log-probs of Ernie4_5_MoeForCausalLM differ from transformers'"),
-        ("olmo2", "its backend for Olmo2ForCausalLM changes the class of transformers"),
         ("lfm2", "log-probs of Lfm2ForCausalLM differ from transformers'"),
     ],
 )

@@ -90,13 +90,20 @@ def assert_gone(weights: Sequence[weakref.ref[Any]]) -> None:
 def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
     """Return the weights and layers of a rollout in this process.
 
-    The layers' buffers lie in the memory that can sleep, too.
+    The layers' buffers lie in the memory that can sleep, too. Activations without buffers, which
+    vLLM makes once and shares between the models of its backend, are left out.
     """
+    from vllm.model_executor.layers.activation import _ACTIVATION_AND_MUL_REGISTRY
+
     if rollout.options.executor != "in_process":
         return []
+    shared = [one for one in _ACTIVATION_AND_MUL_REGISTRY._dict.values() if not [*one.buffers()]]
     models = rollout._engine.collective_rpc("get_model")
     return [
-        weakref.ref(thing) for model in models for thing in (*model.parameters(), *model.modules())
+        weakref.ref(thing)
+        for model in models
+        for thing in (*model.parameters(), *model.modules())
+        if not any(thing is one for one in shared)
     ]
 
 

@@ -38,7 +38,8 @@ from engine_api.hf_vision import find_auto_class
 log = logging.getLogger("rollout_fp8")
 
 _FIELD = "engine.model"
-_BUFFER = "inv_freq"
+FREQUENCIES = "inv_freq"
+"""Name that the buffers of rotary frequencies in transformers' modules end with."""
 # Fraction of an angle by which frequencies may differ: powers of float32 on a GPU have errors of
 # some units in the last place, which the position multiplies.
 _ANGLE = 2.0**-20
@@ -179,7 +180,7 @@ def warn_if_not_compared(model: Positions, workers: Sequence[ServedPositions]) -
             "rotary positions of this model are not compared with transformers': the server has "
             "tables (%s), and transformers has no buffer %s",
             ", ".join(sorted(kinds)),
-            _BUFFER,
+            FREQUENCIES,
         )
 
 
@@ -274,7 +275,7 @@ def _read_tables(model: nn.Module, text: Any) -> Iterator[tuple[str, RotaryTable
         leaves = [
             leaf
             for leaf in buffers
-            if leaf.endswith(_BUFFER) and not leaf.endswith(f"original_{_BUFFER}")
+            if leaf.endswith(FREQUENCIES) and not leaf.endswith(f"original_{FREQUENCIES}")
         ]
         # A tower has a configuration of its own.
         if not leaves or owner.config.get_text_config() is not text:
@@ -288,7 +289,7 @@ def _read_tables(model: nn.Module, text: Any) -> Iterator[tuple[str, RotaryTable
         for leaf in leaves:
             frequencies = getattr(module, leaf).double()
             if bool(frequencies.isfinite().all()):
-                prefix = leaf.removesuffix(_BUFFER)
+                prefix = leaf.removesuffix(FREQUENCIES)
                 factor = getattr(module, f"{prefix}attention_scaling", 1.0)
                 yield f"{name}.{leaf}", RotaryTable(frequencies, float(factor))
 

@@ -49,6 +49,9 @@ def check_model(config: Any, *, has_vision: bool) -> None:
         "latent attention caches no keys and values": config.use_mla,
         "its states of linear attention stay in the rollout's dtype, and no run has compared its "
         "attention with an FP8 cache": config.is_hybrid or config.has_inner_state,
+        "no run has compared an FP8 cache of models that vLLM has no class of its own for": (
+            config.using_transformers_backend()
+        ),
         "scales are computed from tokens of text, and no run has compared those of images": (
             has_vision
         ),

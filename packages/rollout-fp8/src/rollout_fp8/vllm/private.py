@@ -7,7 +7,9 @@ import functools
 import gc
 import importlib
 import inspect
+import math
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +21,8 @@ from torch import Tensor
 from torch._dynamo import convert_frame, guards
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.device_allocator import cumem
 from vllm.distributed import parallel_state
@@ -39,7 +43,7 @@ from vllm.v1.sample import rejection_sampler
 
 from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
-from rollout_fp8.install.positions import ServedPositions, ServedTable
+from rollout_fp8.install.positions import FREQUENCIES, RotaryTable, ServedPositions, ServedTable
 
 # Parameters of latent attention that no checkpoint has.
 _DERIVED = frozenset({"W_UV", "W_UK_T"})
@@ -47,6 +51,16 @@ _DERIVED = frozenset({"W_UV", "W_UK_T"})
 _COMPILED = "__compiled_fn"
 # Names that Dynamo's guards give to what they read on the way to an attribute.
 _TEMPORARY = re.compile(r"tmp\d*")
+# Method with which vLLM's backend makes a class of transformers one that it can compile, and its
+# arguments.
+_DECORATE = "_decorate_cls_for_torch_compile"
+_DECORATED = ("self", "cls", "dynamic_arg_dims", "enable_if", "is_encoder")
+# Function with which the backend's models attend.
+_ATTEND = "vllm_attention_forward"
+# Keys of the largest logit in transformers' configurations.
+_HEAD_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Layers of attention that the backend has computed.
+_attended: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def not_at_exit(engine: Any) -> None:
@@ -308,6 +322,123 @@ def _forget_hooked(before: set[int]) -> None:
             layer.vllm_config.compilation_config.static_forward_context.clear()
 
 
+# --- vLLM's backend, which computes with transformers' classes ---
+
+
+class BackendError(RuntimeError):
+    """Fault for which vLLM's backend of transformers' classes cannot serve a model here.
+
+    Upstream: no thread known.
+    """
+
+
+@contextmanager
+def prepared_backend() -> Iterator[None]:
+    """Let vLLM start in the context with a model that it has no class of its own for.
+
+    Its backend gives the class of a model another base and another ``__init__``, which needs vLLM's
+    configuration: the engine of this process could then make no model of that class. Only
+    compilation needs either, and they are left out (0.26.0 and 0.32.0,
+    ``Base._decorate_cls_for_torch_compile``). Everything else the backend changes in objects of its
+    own. Its attention is checked from then on (``_check_attention``). Upstream: no thread known.
+
+    Raises:
+        BackendError: this vLLM has other names, or changes classes in another way.
+    """
+    base: Any = importlib.import_module("vllm.model_executor.models.transformers.base")
+    package: Any = importlib.import_module("vllm.model_executor.models.transformers")
+    decorate = vars(base.Base).get(_DECORATE)
+    attend = vars(package).get(_ATTEND)
+    if decorate is None or tuple(inspect.signature(decorate).parameters) != _DECORATED:
+        raise BackendError(
+            "this version of vLLM changes transformers' classes in an unknown way: expected "
+            f"Base.{_DECORATE}({', '.join(_DECORATED)})"
+        )
+    if attend is None:
+        raise BackendError(f"this version of vLLM attends in an unknown way: expected {_ATTEND}")
+    ALL_ATTENTION_FUNCTIONS.register("vllm", functools.partial(_attend_checked, attend))
+    setattr(base.Base, _DECORATE, _leave_class)
+    try:
+        yield
+    finally:
+        setattr(base.Base, _DECORATE, decorate)
+
+
+def _leave_class(
+    _model: Any, cls: type, dynamic_arg_dims: Any, enable_if: Any, is_encoder: bool
+) -> None:
+    """Do nothing in place of the backend's decoration of a class."""
+
+
+def _attend_checked(
+    attend: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,
+) -> Any:
+    """Attend with vLLM's layer, and raise ``BackendError`` if it is not the model's attention.
+
+    The backend passes over most arguments with which a model calls its attention: vLLM's layer has
+    its own heads, window and cap, from the configuration, and no mask (0.26.0 and 0.32.0,
+    ``vllm_attention_forward``; 0.26.0 passes over sinks, too). Upstream: no thread known.
+    """
+    layers = arguments.get("attention_instances")
+    # Since 0.32 a module has its layer.
+    layer = module.attn if layers is None else layers[module.layer_idx]
+    cap = getattr(layer.impl, "logits_soft_cap", None)
+    # What the model asks for, and what vLLM's layer computes.
+    pairs = {
+        "a mask": (attention_mask is not None, False),
+        "sinks": (arguments.get("s_aux") is not None, layer.has_sink),
+        "windows": (arguments.get("sliding_window") or None, layer.sliding_window),
+        "a cap of scores": (float(arguments.get("softcap") or 0), float(cap or 0)),
+        "queries": (query.shape[1] * query.shape[3], layer.num_heads * layer.head_size),
+        "keys": (key.shape[1] * key.shape[3], layer.num_kv_heads * layer.head_size),
+    }
+    for name, (asked, served) in pairs.items():
+        if asked != served:
+            raise BackendError(
+                f"{name} of {type(module).__name__} are {asked} in transformers, and {served} in "
+                "vLLM's attention"
+            )
+    _attended.add(layer)
+    return attend(module, query, key, value, attention_mask, **arguments)
+
+
+def find_backend_faults(model: Any) -> Iterator[str]:
+    """Yield the reasons why a model on vLLM's backend is not served as transformers computes it.
+
+    Its backend has a head of its own, which passes over some keys of the configuration (0.26.0 and
+    0.32.0, ``CausalMixin``). Layers without attention mix sequences (0.26.0, which has computed a
+    pass on a GPU when it has started). A class that is changed all the same has vLLM's wrapper
+    among its bases (``_support_torch_compile``). Upstream: no thread known.
+    """
+    for cls in {type(module) for module in model.modules()}:
+        if issubclass(cls, PreTrainedModel) and issubclass(cls, TorchCompileWithNoGuardsWrapper):
+            yield (
+                f"{cls.__name__} of transformers is changed for the whole process, and with it the "
+                "engine's model: vLLM's wrapper for compilation is among its bases"
+            )
+    # Since 0.32 vLLM refuses such layers, and modules have their layer of attention.
+    layers = getattr(model, "attention_instances", {})
+    idle = [number for number, layer in layers.items() if layer not in _attended]
+    if idle:
+        yield f"the layers {idle} have no attention in vLLM's form"
+    text = model.text_config
+    head = model.logits_processor
+    caps = [cap for key in _HEAD_CAPS if (cap := getattr(text, key, None))]
+    scale = math.prod(
+        getattr(text, key, None) or 1.0 for key in ("logit_scale", "lm_head_multiplier")
+    ) / (getattr(text, "logits_scaling", None) or 1.0)
+    if caps != [head.soft_cap] and (caps or head.soft_cap):
+        yield f"logits are capped at {caps or None} in transformers, and at {head.soft_cap} in vLLM"
+    if not math.isclose(scale, head.scale):
+        yield f"logits are multiplied by {scale} in transformers, and by {head.scale} in vLLM"
+
+
 # --- vLLM's allocator of memory that can sleep ---
 
 
@@ -558,6 +689,7 @@ def read_positions(model: Any, positions: Sequence[int]) -> ServedPositions:
                     rows=rows.float().cpu(),
                 )
             )
+        tables += _read_frequencies(name, module, positions)
         scale = _read_scale(module, torch.tensor(positions))
         if scale is not None:
             scales[name] = scale.reshape(-1).cpu()
@@ -577,6 +709,46 @@ def _read_cache(module: Any) -> Tensor | None:
     # Some have other numbers in it: products with weights, or complex ones.
     is_plain = cache.dim() == 2 and cache.shape[1] == module.rotary_dim and not cache.is_complex()
     return cache if is_plain and module.rotary_dim % 2 == 0 else None
+
+
+def _read_frequencies(name: str, module: Any, positions: Sequence[int]) -> Iterator[ServedTable]:
+    """Yield the tables of a module of transformers', which computes them in each pass.
+
+    vLLM's own modules with such buffers are parts of towers.
+    """
+    if type(module).__module__.partition(".")[0] == "vllm":
+        return
+    for leaf, buffer in module.named_buffers(recurse=False):
+        if not leaf.endswith(FREQUENCIES) or leaf.endswith(f"original_{FREQUENCIES}"):
+            continue
+        prefix = leaf.removesuffix(FREQUENCIES)
+        factor = getattr(module, f"{prefix}attention_scaling", 1.0)
+        length = _find_length(module, prefix.rstrip("_"), positions[-1] + 1)
+        known = [position for position in positions if position < length]
+        yield ServedTable(
+            name=f"{name}.{leaf}",
+            kind=type(module).__name__,
+            length=length,
+            epsilon=torch.finfo(buffer.dtype).eps,
+            rows=RotaryTable(buffer.double().cpu(), float(factor)).rows(known).float(),
+        )
+
+
+def _find_length(module: Any, layer_type: str, length: int) -> int:
+    """Return the number of first positions, at most the length, that a module computes alike.
+
+    Beyond them transformers changes the frequencies of all sequences of a pass by its longest one.
+    """
+    kind = getattr(module, "rope_type", "default")
+    if isinstance(kind, Mapping):
+        kind = kind[layer_type]
+    if kind == "dynamic":
+        return min(length, int(module.original_max_seq_len))
+    if kind == "longrope":
+        rope = module.config.rope_parameters
+        own = rope[layer_type] if layer_type else rope
+        return min(length, int(own["original_max_position_embeddings"]))
+    return length
 
 
 def _read_scale(module: Any, positions: Tensor) -> Tensor | None:

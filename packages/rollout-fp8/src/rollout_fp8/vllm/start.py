@@ -57,6 +57,20 @@ _COMPUTED_WRONGLY = {
     # and 0.5 nats off in another. Its tiny model is not one whose routers nearly tie.
     "cuda": frozenset({"Glm4MoeLiteForCausalLM"}),
 }
+# Classes that vLLM's backend of transformers' classes computes wrongly or not at all, with the
+# reason (``_refuse_on_backend``). With 0.32.0's CPU build JetMoe was off by 6 nats, Moshi by 5 and
+# Zaya by 2.
+_WRONG_ON_BACKEND = {
+    "JetMoeForCausalLM": "it repeats keys and values for each of a token's experts",
+    "MiniMaxForCausalLM": "its layers of linear attention keep states of their own",
+    "MoshiForCausalLM": "its configuration has a window that its attention does not use",
+    "RecurrentGemmaForCausalLM": "its recurrent layers keep states of their own",
+    "ZayaForCausalLM": "its attention keeps states of convolutions",
+}
+# Classes that the backend was seen to divide rightly over ranks, by device.
+_DIVIDED_ON_BACKEND = {
+    "cpu": frozenset({"MellumForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM"}),
+}
 # Engines of this process.
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -220,15 +234,9 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
         _check_torchvision()
     chosen = vllm.EngineArgs(**arguments)
     config = chosen.create_model_config()
-    if plan.in_process and config.using_transformers_backend():
-        raise RolloutError(
-            "vLLM did not start: it has no class of its own for this model",
-            where=WHERE,
-            # 0.32.0, ``_decorate_cls_for_torch_compile``.
-            why=f"its backend for {', '.join(config.architectures)} changes the class of "
-            "transformers for the whole process, and with it the engine's model",
-            remedy="rollout.name=local for this model",
-        )
+    on_backend = config.using_transformers_backend()
+    if on_backend:
+        _refuse_on_backend(plan, config.architectures)
     linear_attention.check(config, plan.device, plan.options.gdn_prefill_backend)
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
@@ -239,7 +247,67 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
         # States of linear attention are kept by prefix only where prompts come in chunks, which
         # they do not here (see ``_arguments``).
         chosen.enable_prefix_caching = False
-    return vllm.LLMEngine.from_engine_args(chosen)
+    if not on_backend or not plan.in_process:
+        return vllm.LLMEngine.from_engine_args(chosen)
+    chosen.enforce_eager = True
+    with private.prepared_backend():
+        engine = vllm.LLMEngine.from_engine_args(chosen)
+    _require_same_model(engine)
+    return engine
+
+
+def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
+    """Raise an error for a model that vLLM has no class of its own for, and cannot serve as asked.
+
+    Raises:
+        ConfigError: tensor parallelism that was not compared, or CUDA graphs or compilation in
+            this process.
+        RolloutError: the model is wrong with any options, has a tower, or is to be served in FP8.
+    """
+    names = ", ".join(architectures)
+    found = [why for name, why in _WRONG_ON_BACKEND.items() if name in architectures]
+    if plan.in_process and plan.has_vision:
+        found.append("no run has compared vLLM's backend with transformers behind images")
+    if plan.in_process and plan.quantization_config is not None:
+        found.append("no run has compared vLLM's backend in FP8 with transformers")
+    if found:
+        raise RolloutError(
+            f"vLLM did not start: it has no class of its own for {names}, and cannot serve it "
+            "with transformers'",
+            where=WHERE,
+            why=found[0],
+            remedy="rollout.name=local for this model",
+        )
+    parallel = plan.options.tensor_parallel_size
+    divided = _DIVIDED_ON_BACKEND.get(plan.device.type, frozenset())
+    if parallel > 1 and not divided.issuperset(architectures):
+        raise ConfigError(
+            "rollout.options.tensor_parallel_size",
+            f"expected 1 for {names}, got {parallel}",
+            why="vLLM has no class of its own for it, and divides transformers' by rules: OLMo 2 "
+            "was 5 nats off on two ranks with the weights of the engine (0.32.0). Compared on this "
+            f"device were {', '.join(sorted(divided)) or 'no classes'}",
+            remedy="tensor_parallel_size: 1, or rollout.name=local for this model",
+        )
+    if plan.in_process and plan.options.enforce_eager is False:
+        raise ConfigError(
+            "rollout.options.enforce_eager",
+            f"expected true for {names}, got false",
+            why="vLLM has no class of its own for it, and to compile transformers' it would change "
+            "that class for the whole process, and with it the engine's model",
+            remedy="leave it out, or set it to true; or rollout.options.executor=workers",
+        )
+
+
+def _require_same_model(engine: vllm.LLMEngine) -> None:
+    """Stop the engine and raise ``BackendError`` if its model is not computed as transformers'."""
+    models = engine.collective_rpc("get_model")
+    faults = [why for model in models for why in private.find_backend_faults(model)]
+    # The shutdown frees it.
+    del models
+    if faults:
+        private.shut_down(engine)
+        raise private.BackendError("; ".join(faults))
 
 
 def _check_torchvision() -> None:
@@ -567,6 +635,14 @@ def _check_fp8(plan: Plan) -> None:
 
 def _explain(error: Exception, *, has_vision: bool = False) -> RolloutError:
     text = str(error)
+    if isinstance(error, private.BackendError):
+        return RolloutError(
+            "vLLM did not start: it has no class of its own for this model, and cannot serve it "
+            "with transformers'",
+            where=WHERE,
+            why=text,
+            remedy="rollout.name=local for this model",
+        )
     if "CuMem allocator" in text:
         return RolloutError(
             "vLLM did not start: another rollout of this process still has memory that can sleep",
