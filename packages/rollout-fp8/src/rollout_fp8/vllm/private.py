@@ -340,7 +340,7 @@ def prepared_backend() -> Iterator[None]:
     configuration: the engine of this process could then make no model of that class. Only
     compilation needs either, and they are left out (0.26.0 and 0.32.0,
     ``Base._decorate_cls_for_torch_compile``). Everything else the backend changes in objects of its
-    own. Its attention is checked from then on (``_check_attention``). Upstream: no thread known.
+    own. Its attention is checked from then on (``_attend_checked``). Upstream: no thread known.
 
     Raises:
         BackendError: this vLLM has other names, or changes classes in another way.
@@ -356,7 +356,10 @@ def prepared_backend() -> Iterator[None]:
         )
     if attend is None:
         raise BackendError(f"this version of vLLM attends in an unknown way: expected {_ATTEND}")
-    ALL_ATTENTION_FUNCTIONS.register("vllm", functools.partial(_attend_checked, attend))
+    checked = functools.partial(_attend_checked, attend)
+    # vLLM 0.32 registers its function, and the entry of 0.26 hides those that are registered.
+    ALL_ATTENTION_FUNCTIONS.register("vllm", checked)
+    ALL_ATTENTION_FUNCTIONS["vllm"] = checked
     setattr(base.Base, _DECORATE, _leave_class)
     try:
         yield
