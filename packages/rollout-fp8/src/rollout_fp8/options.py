@@ -80,7 +80,7 @@ class VllmOptions(Options):
 
     Null is true on the CPU, for models with states in their layers (linear attention, state spaces)
     and, in this process, for models that vLLM has no class of its own for. False is refused for
-    the latter, and for models with states on CUDA.
+    the latter.
     """
 
     max_num_batched_tokens: int | None = None

@@ -82,15 +82,9 @@ def check_on_hopper(
         return error_of(linear_attention.check, config, torch.device("cuda"), asked)
 
 
-def refuse_wrong_model(
-    architecture: str, device: str, *, has_states: bool = False, eager: bool | None = None
-) -> EngineError | None:
-    """Return the error for a model of a class, with states in its layers or without."""
-    config = SimpleNamespace(
-        architectures=[architecture], is_hybrid=has_states, has_inner_state=has_states
-    )
-    options = VllmOptions(enforce_eager=eager)
-    return error_of(start.refuse_wrong_models, config, torch.device(device), options)
+def refuse_wrong_model(architecture: str, device: str) -> EngineError | None:
+    """Return the error for a model of a class."""
+    return error_of(start.refuse_wrong_models, [architecture], torch.device(device))
 
 
 def arguments_of(asked: str) -> dict[str, Any]:

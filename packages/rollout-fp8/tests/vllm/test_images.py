@@ -44,16 +44,15 @@ FAMILIES = [
 ]
 
 # Families with linear attention, which vLLM's CPU build computes in bf16 alone.
-ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="refused on CUDA")
 HYBRIDS = [
-    pytest.param("qwen3_5", {}, marks=ON_A_CPU, id="qwen3_5"),
+    pytest.param("qwen3_5", {}, id="qwen3_5"),
     pytest.param(
         "qwen3_5",
         {"tie_word_embeddings": True},
-        marks=[ON_A_CPU, pytest.mark.turn],
+        marks=pytest.mark.turn,
         id="qwen3_5-tied",
     ),
-    pytest.param("qwen3_5_moe", {}, marks=[ON_A_CPU, pytest.mark.turn], id="qwen3_5_moe"),
+    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.turn, id="qwen3_5_moe"),
 ]
 
 
@@ -233,9 +232,15 @@ def test_an_option_that_does_not_go_with_a_tower_is_refused(
     require_error(error, ConfigError, key, "for a model with a vision tower")
 
 
-def test_qwen3_5_is_refused_on_cuda(pool: RankPool) -> None:
-    (error,) = pool.run("vision_peers:refused_family", family="qwen3_5", device="cuda")
-    require_error(error, RolloutError, "no rollout of a qwen3_5", "on cuda", "rollout.name=local")
+def test_the_language_model_of_a_tied_model_is_served_tied_on_cuda(pool: RankPool) -> None:
+    own = {"rope_theta": 1e5}
+    (tied,) = pool.run("vision_peers:overrides_of", device="cuda", tied=True)
+    assert tied == {"text_config": {**own, "tie_word_embeddings": True}}
+    (untied,) = pool.run("vision_peers:overrides_of", device="cuda", tied=False)
+    assert untied == {"text_config": own}
+    # Its CPU build reloads a tied head only as a weight of its own.
+    (on_cpu,) = pool.run("vision_peers:overrides_of", device="cpu", tied=True)
+    assert on_cpu == {"text_config": own, "tie_word_embeddings": False}
 
 
 def test_without_torchvision_the_remedy_is_to_install_it(pool: RankPool, folder: Path) -> None:

@@ -74,3 +74,17 @@ def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(
     )
     assert isinstance(error, RolloutError)
     assert reason in str(error)
+
+
+@pytest.mark.turn
+def test_transformers_reads_a_folder_as_before_where_vllm_has_a_configuration_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """No model of transformers could be made of vLLM's."""
+    from transformers import DeepseekV32Config
+
+    make_served_model("deepseek_v32", tmp_path / "model")
+    (found,) = get_pool(1, device=DEVICE).run(
+        "vllm_peers:read_configurations", deadline=280, folder=str(tmp_path / "model")
+    )
+    assert found == [DeepseekV32Config, DeepseekV32Config]

@@ -60,7 +60,8 @@ from engine_trainer.config import RLConfig  # noqa: E402
 from engine_trainer.config.loading import load_config  # noqa: E402
 from engine_trainer.rl.loop import train_rl  # noqa: E402
 from engine_trainer.telemetry.logs import METRICS, read_metrics  # noqa: E402
-from rollout_fp8.vllm import images  # noqa: E402
+from rollout_fp8.options import VllmOptions  # noqa: E402
+from rollout_fp8.vllm import images, start  # noqa: E402
 from rollout_fp8.vllm.rollout import _quantization_config  # noqa: E402
 
 FLAT = SamplingParams(n=64, max_new_tokens=8, temperature=50.0, seed=1)
@@ -240,12 +241,21 @@ def refused(folder: str, **arguments: Any) -> EngineError | None:
     return error_of(make)
 
 
-def refused_family(family: str, device: str) -> EngineError | None:
-    """Return the error for a family on a device."""
-    return error_of(images.require_family, family, device, "test")
-
-
 def refused_without_torchvision(folder: str) -> EngineError | None:
     """Return the error where torchvision cannot be imported."""
     with mock.patch.dict("sys.modules", {"torchvision": None}):
         return refused(folder)
+
+
+def overrides_of(device: str, *, tied: bool) -> dict[str, Any]:
+    """Return the keys that vLLM reads in the place of a folder's, for a model with a tower."""
+    plan = start.Plan(
+        device=torch.device(device),
+        model=ModelSource(path="model", config_overrides={"text_config": {"rope_theta": 1e5}}),
+        dtype="bfloat16",
+        max_num_seqs=1,
+        options=VllmOptions(),
+        tied=tied,
+        has_vision=True,
+    )
+    return start._arguments(plan)["hf_overrides"]

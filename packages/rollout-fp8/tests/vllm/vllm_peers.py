@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from holders import compiled_functions, holders, sleepable
 from torch._dynamo import convert_frame
+from transformers import AutoConfig
 
 from engine_api.batch import Batch
 from engine_api.config import EngineConfig, ModelSource, OptimizerConfig, Precision
@@ -105,6 +106,16 @@ def weights_of(rollout: Any) -> list[weakref.ref[Any]]:
         for thing in (*model.parameters(), *model.modules())
         if not any(thing is one for one in shared)
     ]
+
+
+def read_configurations(folder: str) -> list[type[Any]]:
+    """Return the class of a folder's configuration before and after a start of vLLM.
+
+    The start may be refused.
+    """
+    before = type(AutoConfig.from_pretrained(folder))
+    refused(folder)
+    return [before, type(AutoConfig.from_pretrained(folder))]
 
 
 def error_of(call: Any, *args: Any, **kwargs: Any) -> EngineError | None:

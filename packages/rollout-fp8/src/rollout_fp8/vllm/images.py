@@ -34,10 +34,6 @@ _REFUSED_ON_CPU = {
     "gemma3": "its image tokens attend in both directions, and attention of vLLM's CPU build is "
     "causal (0.32.0)"
 }
-# Families that are refused on CUDA alone.
-_REFUSED_ON_CUDA = dict.fromkeys(
-    ("qwen3_5", "qwen3_5_moe"), "its comparison with transformers failed on an H200 (0.26.0)"
-)
 # Key of the number of tiles of each image, by family.
 _TILES = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 
@@ -95,12 +91,11 @@ class ImageInputs:
 
 def require_family(family: str, device: str, where: str) -> None:
     """Raise ``RolloutError`` with the reason for a family that vLLM does not serve rightly."""
-    here = _REFUSED_ON_CPU if device == "cpu" else _REFUSED_ON_CUDA
+    here = _REFUSED_ON_CPU if device == "cpu" else {}
     why = (_REFUSED | here).get(family)
     if why is not None:
-        place = "a CPU" if device == "cpu" else device
         raise RolloutError(
-            f"no rollout of a {family} with vLLM{f' on {place}' if family in here else ''}",
+            f"no rollout of a {family} with vLLM{' on a CPU' if family in here else ''}",
             where=where,
             why=why,
             remedy="rollout.name=local for this model",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo import convert_frame, guards
 from torch._dynamo.eval_frame import remove_from_cache
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.device_allocator import cumem
@@ -330,6 +330,23 @@ class BackendError(RuntimeError):
 
     Upstream: no thread known.
     """
+
+
+@contextmanager
+def kept_configurations() -> Iterator[None]:
+    """Leave the classes of configurations that transformers reads folders with as they were.
+
+    vLLM puts its own in the place of transformers' for the whole process when it reads a model of
+    theirs (0.26.0: Qwen3.5, FlexOLMo, HyperCLOVA X; 0.32.0: DeepSeek-V3.2;
+    ``_register_config_class``). transformers cannot make its model of them.
+    """
+    table: dict[str, Any] = CONFIG_MAPPING._extra_content  # noqa: SLF001
+    kept = dict(table)
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(kept)
 
 
 @contextmanager

@@ -37,26 +37,21 @@ CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM computes other log-probs than transformers with the same weights, by device
-# (measured by `tools/zoo.py`: 0.32.0's CPU build, and 0.26.0 on an H200).
-_COMPUTED_WRONGLY = {
-    "cpu": frozenset(
-        {
-            "Cohere2ForCausalLM",
-            "Cohere2MoeForCausalLM",
-            # Weights are served rightly, the derived ones of latent attention included. Without it
-            # (VLLM_MLA_DISABLE=1) log-probs are as wrong.
-            "DeepseekV2ForCausalLM",
-            "DeepseekV3ForCausalLM",
-            # The biases of its routers are served rightly, too.
-            "Ernie4_5_MoeForCausalLM",
-            "Glm4MoeLiteForCausalLM",
-            "Lfm2ForCausalLM",
-        }
-    ),
-    # With the same audited weights it was as near to float64 as transformers in bf16 in one run,
-    # and 0.5 nats off in another. Its tiny model is not one whose routers nearly tie.
-    "cuda": frozenset({"Glm4MoeLiteForCausalLM"}),
-}
+# (measured by `tools/zoo.py`, 0.32.0's CPU build).
+_COMPUTED_WRONGLY = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "Cohere2MoeForCausalLM",
+        # Weights are served rightly, the derived ones of latent attention included. Without it
+        # (VLLM_MLA_DISABLE=1) log-probs are as wrong.
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        # The biases of its routers are served rightly, too.
+        "Ernie4_5_MoeForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "Lfm2ForCausalLM",
+    }
+)
 # Classes that vLLM's backend of transformers' classes computes wrongly or not at all, with the
 # reason (``_refuse_on_backend``). With 0.32.0's CPU build JetMoe was off by 6 nats, Moshi by 5 and
 # Zaya by 2.
@@ -205,43 +200,15 @@ def start(plan: Plan) -> vllm.LLMEngine:
         raise
 
 
-def refuse_wrong_models(config: Any, device: torch.device, options: VllmOptions) -> None:
-    """Raise an error for a model that vLLM was seen to compute wrongly on a device.
-
-    Args:
-        config: vLLM's configuration of the model.
-        device: the rollout's.
-        options: the rollout's.
-
-    Raises:
-        ConfigError: a model with states in its layers, with CUDA graphs.
-        RolloutError: the model is wrong with any options.
-    """
-    wrong = ", ".join(
-        _COMPUTED_WRONGLY.get(device.type, frozenset()).intersection(config.architectures)
-    )
+def refuse_wrong_models(architectures: Collection[str], device: torch.device) -> None:
+    """Raise ``RolloutError`` for a class that vLLM's CPU build was seen to compute wrongly."""
+    wrong = ", ".join(_COMPUTED_WRONGLY.intersection(architectures))
     if wrong and device.type == "cpu":
         raise RolloutError(
             "vLLM did not start: its CPU build does not compute this model rightly",
             where=WHERE,
             why=f"log-probs of {wrong} differ from transformers' (0.32.0)",
             remedy="rollout.name=local for this model",
-        )
-    if wrong:
-        raise RolloutError(
-            "vLLM did not start: it does not compute this model rightly on a GPU",
-            where=WHERE,
-            why=f"log-probs of {wrong} differed from transformers' in one of two runs in bf16 on "
-            "an H200 (0.26.0)",
-            remedy="rollout.name=local for this model",
-        )
-    if device.type == "cuda" and _has_states(config) and options.enforce_eager is False:
-        raise ConfigError(
-            "rollout.options.enforce_eager",
-            "expected true for a model with states in its layers, got false",
-            why="with CUDA graphs Qwen3-Next's log-probs differed from transformers' on an H200 "
-            "(vLLM 0.26.0), and no other such model has been compared with them",
-            remedy="leave it out, or set it to true",
         )
 
 
@@ -253,7 +220,11 @@ def _has_states(config: Any) -> bool:
 def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
     if plan.has_vision:
         _check_torchvision()
-    chosen = vllm.EngineArgs(**arguments)
+    with private.kept_configurations():
+        return _make_checked(plan, vllm.EngineArgs(**arguments))
+
+
+def _make_checked(plan: Plan, chosen: vllm.EngineArgs) -> vllm.LLMEngine:
     config = chosen.create_model_config()
     on_backend = config.using_transformers_backend()
     if on_backend:
@@ -261,8 +232,8 @@ def _make_engine(plan: Plan, arguments: dict[str, Any]) -> vllm.LLMEngine:
     linear_attention.check(config, plan.device, plan.options.gdn_prefill_backend)
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
-    refuse_wrong_models(config, plan.device, plan.options)
-    if _has_states(config):
+    refuse_wrong_models(config.architectures, plan.device)
+    if _has_states(config) and plan.options.enforce_eager is None:
         chosen.enforce_eager = True
     if plan.device.type == "cpu" and _has_states(config):
         # States of linear attention are kept by prefix only where prompts come in chunks, which
@@ -497,6 +468,13 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         overrides["quantization_config"] = dict(plan.quantization_config)
     if plan.untie:
         overrides["tie_word_embeddings"] = False
+    elif plan.tied and plan.has_vision:
+        # Its class reads the language model's own key, which transformers does not write as the
+        # whole model's (0.26.0, Qwen3.5), and would serve a head of its own.
+        overrides["text_config"] = {
+            **overrides.get("text_config", {}),
+            "tie_word_embeddings": True,
+        }
     return {
         "model": source.path,
         "revision": source.revision,
