@@ -163,7 +163,7 @@ def attend(given: Mapping[str, Any], *, in_module: bool) -> str | None:
 
     vLLM's layer has four heads of 8 for queries and two for keys, a window of 16 and a cap of 50.
     Since 0.32 it is in the module, and before in an argument. ``given`` changes the arguments that
-    fit, or the number of heads of keys.
+    fit, the number of heads of keys, or the queries' heads and their size.
     """
     layer = FakeLayer()
     module = SimpleNamespace(layer_idx=3)
@@ -173,7 +173,8 @@ def attend(given: Mapping[str, Any], *, in_module: bool) -> str | None:
     else:
         arguments["attention_instances"] = {3: layer}
     arguments |= given
-    query = torch.zeros(1, 4, 5, 8)
+    heads, size = arguments.pop("shape", (4, 8))
+    query = torch.zeros(1, heads, 5, size)
     key = torch.zeros(1, arguments.pop("heads", 2), 5, 8)
     mask = arguments.pop("mask", None)
     called = mock.Mock()
@@ -194,7 +195,10 @@ class FakeLayer:
     head_size = 8
     sliding_window = 16
     has_sink = False
-    impl = SimpleNamespace(logits_soft_cap=50.0)
+    attn_type = "decoder"
+
+    def __init__(self) -> None:
+        self.impl = SimpleNamespace(logits_soft_cap=50.0, scale=1.0)
 
 
 def find_faults(

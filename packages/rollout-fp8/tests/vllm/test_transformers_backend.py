@@ -71,11 +71,14 @@ def test_a_class_that_is_changed_all_the_same_is_named(folder: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mask": 0}, "a mask"),
+        ({"mask": 0}, "masks"),
         ({"s_aux": 0}, "sinks"),
         ({"sliding_window": None}, "windows of SimpleNamespace are None in transformers, and 16"),
-        ({"softcap": 30.0}, "a cap of scores"),
+        ({"softcap": 30.0}, "caps of scores"),
         ({"heads": 4}, "keys of SimpleNamespace are 32 in transformers, and 16"),
+        ({"shape": (2, 16)}, "sizes of heads of SimpleNamespace are 16 in transformers, and 8"),
+        ({"is_causal": False}, "causal scores of SimpleNamespace are False in transformers"),
+        ({"scaling": None}, "scales of scores of SimpleNamespace are 0.353553 in transformers"),
     ],
 )
 def test_attention_that_vllm_would_compute_otherwise_is_refused(
@@ -84,6 +87,14 @@ def test_attention_that_vllm_would_compute_otherwise_is_refused(
     for in_module in (True, False):
         assert words in call("attend", given=given, in_module=in_module)
         assert call("attend", given={}, in_module=in_module) is None
+
+
+def test_a_scale_that_vllm_gives_its_layer_in_no_call_is_refused() -> None:
+    given = {"scaling": 0.5}
+    words = "scales of scores of SimpleNamespace are 0.5 in transformers, and 1.0"
+    assert words in call("attend", given=given, in_module=True)
+    # Before 0.32 vLLM gives it the scale of each call.
+    assert call("attend", given=given, in_module=False) is None
 
 
 @pytest.mark.parametrize(

@@ -403,20 +403,36 @@ def _attend_checked(
 
     The backend passes over most arguments with which a model calls its attention: vLLM's layer has
     its own heads, window and cap, from the configuration, and no mask (0.26.0 and 0.32.0,
-    ``vllm_attention_forward``; 0.26.0 passes over sinks, too). Upstream: no thread known.
+    ``vllm_attention_forward``; 0.26.0 passes over sinks, too). 0.32.0 reads the scale in the source
+    of the model's class, and takes Llama's where it finds none. Upstream: no thread known.
     """
     layers = arguments.get("attention_instances")
     # Since 0.32 a module has its layer.
     layer = module.attn if layers is None else layers[module.layer_idx]
     cap = getattr(layer.impl, "logits_soft_cap", None)
+    scale = arguments.get("scaling")
+    is_causal = arguments.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    served_scale = layer.impl.scale
+    if scale is None:
+        # transformers' default.
+        scale = query.shape[3] ** -0.5
+    elif layers is not None:
+        # Before 0.32 the backend gives the layer the scale of each call.
+        served_scale = scale
     # What the model asks for, and what vLLM's layer computes.
     pairs = {
-        "a mask": (attention_mask is not None, False),
+        "masks": (attention_mask is not None, False),
         "sinks": (arguments.get("s_aux") is not None, layer.has_sink),
         "windows": (arguments.get("sliding_window") or None, layer.sliding_window),
-        "a cap of scores": (float(arguments.get("softcap") or 0), float(cap or 0)),
+        "caps of scores": (float(arguments.get("softcap") or 0), float(cap or 0)),
         "queries": (query.shape[1] * query.shape[3], layer.num_heads * layer.head_size),
         "keys": (key.shape[1] * key.shape[3], layer.num_kv_heads * layer.head_size),
+        "sizes of heads": (query.shape[3], layer.head_size),
+        "causal scores": (is_causal, layer.attn_type == AttentionType.DECODER),
+        # Powers and roots of the same head size differ in their last digits.
+        "scales of scores": (float(f"{scale:.6g}"), float(f"{served_scale:.6g}")),
     }
     for name, (asked, served) in pairs.items():
         if asked != served:
