@@ -36,8 +36,8 @@ GIB = 1 << 30
 CPU_CACHE_BYTES = GIB
 # Ranks of adapters that vLLM reserves memory for.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Classes for which vLLM's CPU build computes other log-probs than transformers with the same weights
-# (measured by `tools/zoo.py`, 0.32.0).
+# Classes for which vLLM's CPU build computes other log-probs than transformers with the same
+# weights (measured by `tools/zoo.py`, 0.32.0).
 _COMPUTED_WRONGLY = frozenset(
     {
         "Cohere2ForCausalLM",
