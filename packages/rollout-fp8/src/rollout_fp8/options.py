@@ -79,8 +79,7 @@ class VllmOptions(Options):
     """True uses no CUDA graphs and no compilation.
 
     Null is true on the CPU, for models with states in their layers (linear attention, state spaces)
-    and, in this process, for models that vLLM has no class of its own for. False is refused for
-    the latter.
+    and for models that vLLM has no class of its own for. False is refused for the latter.
     """
 
     max_num_batched_tokens: int | None = None

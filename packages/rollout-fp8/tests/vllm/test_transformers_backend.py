@@ -155,10 +155,18 @@ def test_two_ranks_that_share_a_server_are_near_the_engine(folder: str) -> None:
         assert apart < NEAR
 
 
+def test_workers_which_compare_no_attention_are_refused(folder: str) -> None:
+    error = call("refuse", folder=folder, executor="workers")
+    require_error(error, ConfigError, "rollout.options.executor", "Starcoder2ForCausalLM")
+
+
 def test_a_class_that_was_not_compared_on_two_ranks_is_refused(tmp_path: Path) -> None:
     written = write(tmp_path / "model", "olmo2")
-    error = call("refuse", folder=written, tensor_parallel_size=2, executor="workers")
-    require_error(error, ConfigError, "rollout.options.tensor_parallel_size", "Olmo2ForCausalLM")
+    for error in get_pool(2, device=DEVICE).run(
+        "backend_peers:refuse", deadline=280, folder=written, tensor_parallel_size=2
+    ):
+        name = "rollout.options.tensor_parallel_size"
+        require_error(error, ConfigError, name, "Olmo2ForCausalLM")
 
 
 @pytest.mark.turn

@@ -345,8 +345,10 @@ def kept_configurations() -> Iterator[None]:
     try:
         yield
     finally:
-        table.clear()
+        # A thread that reads a folder now must find each class.
         table.update(kept)
+        for name in table.keys() - kept.keys():
+            del table[name]
 
 
 @contextmanager

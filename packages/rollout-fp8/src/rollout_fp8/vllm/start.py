@@ -239,7 +239,7 @@ def _make_checked(plan: Plan, chosen: vllm.EngineArgs) -> vllm.LLMEngine:
         # States of linear attention are kept by prefix only where prompts come in chunks, which
         # they do not here (see ``_arguments``).
         chosen.enable_prefix_caching = False
-    if not on_backend or not plan.in_process:
+    if not on_backend:
         return vllm.LLMEngine.from_engine_args(chosen)
     chosen.enforce_eager = True
     with private.prepared_backend():
@@ -252,15 +252,14 @@ def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
     """Raise an error for a model that vLLM has no class of its own for, and cannot serve as asked.
 
     Raises:
-        ConfigError: tensor parallelism that was not compared, or CUDA graphs or compilation in
-            this process.
+        ConfigError: workers, tensor parallelism that was not compared, CUDA graphs or compilation.
         RolloutError: the model is wrong with any options, has a tower, or is to be served in FP8.
     """
     names = ", ".join(architectures)
     found = [why for name, why in _WRONG_ON_BACKEND.items() if name in architectures]
-    if plan.in_process and plan.has_vision:
+    if plan.has_vision:
         found.append("no run has compared vLLM's backend with transformers behind images")
-    if plan.in_process and plan.quantization_config is not None:
+    if plan.quantization_config is not None:
         found.append("no run has compared vLLM's backend in FP8 with transformers")
     if found:
         raise RolloutError(
@@ -269,6 +268,14 @@ def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
             where=WHERE,
             why=found[0],
             remedy="rollout.name=local for this model",
+        )
+    if not plan.in_process:
+        raise ConfigError(
+            "rollout.options.executor",
+            f"expected in_process for {names}, got {plan.options.executor}",
+            why="vLLM has no class of its own for it. Its backend for transformers' passes over "
+            "masks, sinks, windows and caps, which only a rollout in this process compares",
+            remedy="leave it out, or set it to in_process; or rollout.name=local for this model",
         )
     parallel = plan.options.tensor_parallel_size
     divided = _DIVIDED_ON_BACKEND.get(plan.device.type, frozenset())
@@ -281,13 +288,13 @@ def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
             "ranks, with audited weights (0.32.0)",
             remedy="tensor_parallel_size: 1, or rollout.name=local for this model",
         )
-    if plan.in_process and plan.options.enforce_eager is False:
+    if plan.options.enforce_eager is False:
         raise ConfigError(
             "rollout.options.enforce_eager",
             f"expected true for {names}, got false",
             why="vLLM has no class of its own for it, and to compile transformers' it would change "
             "that class for the whole process, and with it the engine's model",
-            remedy="leave it out, or set it to true; or rollout.options.executor=workers",
+            remedy="leave it out, or set it to true",
         )
 
 
