@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +38,7 @@ from rollout_fp8.remote.client import RemoteRollout
 from rollout_fp8.remote.messages import images_to_json
 from rollout_fp8.remote.server import MAX_UNPROVEN, Server, Service
 from rollout_fp8.transports.channel import secret
+from rollout_fp8.transports.sender import Sender
 
 pytestmark = pytest.mark.distributed
 
@@ -302,6 +304,30 @@ def test_two_clients_take_turns(rollout, arguments) -> None:
     other.close()
     # A client that did not start the server does not end it.
     assert rollout._server.health()["weight_version"] == 7
+
+
+def test_an_answer_that_comes_while_the_weights_are_sent_is_that_of_the_sync(
+    rollout, monkeypatch
+) -> None:
+    """A server may have all of them, and answer, before the sender has seen it."""
+    send_weights = Sender.send_weights
+
+    def send_and_watch(self: Sender, stream: Any, watch: Callable[[], None]) -> Any:
+        delivery = send_weights(self, stream, watch)
+        until(lambda: ended.is_set() or watch())
+        return delivery
+
+    ended = threading.Event()
+    response = endpoint.Pending.response
+
+    def note(self: endpoint.Pending) -> dict[str, Any]:
+        found = response(self)
+        ended.set()
+        return found
+
+    monkeypatch.setattr(Sender, "send_weights", send_and_watch)
+    monkeypatch.setattr(endpoint.Pending, "response", note)
+    assert rollout.update_weights(iter(weights(3).items()), 3).version == 3
 
 
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:

@@ -220,7 +220,7 @@ class RemoteRollout:
 
             def watch() -> None:
                 if pending.has_response(0):
-                    # It cannot have the weights yet, so the answer raises.
+                    # It raises, unless the server has had the last weights a moment ago.
                     pending.response()
                 pending.check()
 

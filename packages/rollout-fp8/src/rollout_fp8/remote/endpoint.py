@@ -286,6 +286,7 @@ class Pending:
         endpoint.require_open()
         self._endpoint = endpoint
         self._beat = time.monotonic()
+        self._answer: dict[str, Any] | None = None
         self._http = http.client.HTTPConnection(
             endpoint.host, endpoint.port, timeout=endpoint.silence_s
         )
@@ -302,6 +303,8 @@ class Pending:
 
     def has_response(self, wait_s: float) -> bool:
         """Return whether there is an answer, or the server is gone."""
+        if self._answer is not None:
+            return True
         # ``select.select`` accepts no descriptor above 1023.
         watched = select.poll()
         watched.register(self._http.sock, select.POLLIN)
@@ -314,7 +317,7 @@ class Pending:
             self._beat = time.monotonic()
 
     def response(self) -> dict[str, Any]:
-        """Wait for the answer, and return it.
+        """Wait for the answer, and return it, also when it was returned before.
 
         Raises:
             EngineError: the server answers with it.
@@ -322,13 +325,16 @@ class Pending:
         """
         while not self.has_response(POLL_S):
             self.check()
+        if self._answer is not None:
+            return self._answer
         try:
             response = self._http.getresponse()
-            found = json.loads(response.read())
+            found: dict[str, Any] = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._lost(error) from error
         if response.status != http.client.OK:
             raise error_from_json(found)
+        self._answer = found
         return found
 
     def _lost(self, error: Exception) -> RolloutError:
