@@ -85,7 +85,7 @@ GENERATORS = (
     "zoo",
 )
 # CI runs one part of so many of the tests that are marked `turn`.
-TURNS = 8
+TURNS = 12
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 
@@ -383,7 +383,7 @@ def unit(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the tests that CI leaves out; after `--`: pytest arguments.
 
-    CI runs some tests of the same kind, and an eighth of those marked `turn`. All run here.
+    CI runs some tests of the same kind, and a twelfth of those marked `turn`. All run here.
     `nox -s vllm -- -m "nightly or turn"` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)

@@ -1,7 +1,7 @@
 """A plugin of pytest that runs a part of the tests marked ``turn``.
 
-``python -m pytest -p tools.turns --turn 1/8`` runs an eighth of them, chosen by their names, and
-all other tests. `nox -s tests` chooses the eighth by its commit. Without ``--turn`` all run.
+``python -m pytest -p tools.turns --turn 1/12`` runs a twelfth of them, chosen by their names, and
+all other tests. `nox -s tests` chooses the twelfth by its commit. Without ``--turn`` all run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 
 def read_turn(text: str) -> tuple[int, int]:
-    """Return the number of a part and the number of parts, of a text such as ``1/8``."""
+    """Return the number of a part and the number of parts, of a text such as ``1/12``."""
     number, parts = map(int, text.split("/"))
     if not 1 <= number <= parts:
         raise argparse.ArgumentTypeError(f"expected N/M with N from 1 to M, got {text}")

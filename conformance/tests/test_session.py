@@ -48,7 +48,7 @@ def children() -> set[int]:
         # Only what stalls is ended by the clock: it must not be so short that a busy machine
         # stalls, too.
         ("raises", "failed", "rank 1 raised", "10"),
-        ("dies", "failed", "rank 1 died", "10"),
+        pytest.param("dies", "failed", "rank 1 died", "10", marks=pytest.mark.turn),
         pytest.param("stalls", "timeout", "rank 1 stalled", "1", marks=pytest.mark.nightly),
     ],
 )
@@ -140,6 +140,7 @@ PLUGIN = replace(LOOPBACK, name="bent", rows=ROWS)
 """
 
 
+@pytest.mark.turn
 def test_a_misspelt_class_fails_once_before_the_first_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

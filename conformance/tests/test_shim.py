@@ -90,6 +90,7 @@ def test_a_report_says_that_the_device_was_shimmed() -> None:
         assert environment()["accelerator"] == SHIMMED
 
 
+@pytest.mark.turn
 def test_the_option_is_for_the_cpu_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "loopback", "--shim", "--device", "cuda"]) == 2
     assert "--shim" in capsys.readouterr().err
