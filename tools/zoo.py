@@ -566,8 +566,12 @@ def measure_rollout(
 
 
 def _short(why: str) -> str:
-    """Return a reason in one line, without the title of pydantic's errors and their values."""
+    """Return a reason in one line, without the title of pydantic's errors and their values.
+
+    Files are named by their places in their packages.
+    """
     text = re.sub(r".*validation error for \w+", "", " ".join(why.split()))
+    text = re.sub(r"/\S*/site-packages/", "", text)
     return text.partition(" [type=")[0].strip()[:300]
 
 
@@ -868,7 +872,8 @@ of the engine (`nox -s zoo -- --rollout vllm`). The weights are engine-fsdp's. T
 with the audit on, and every weight and saved buffer changes in between. After each sync,
 transformers in float64 computes the log-probs of the greedy tokens that vLLM reports for prompts of
 different lengths. *Right* means that none is off by {near} nats or more, and that no other token is
-more probable by that. *Served as* is vLLM's class. *Audit* says whether every tensor was read back
+more probable by that. *Served as* is vLLM's class, of which those that begin with
+`Transformers` compute with transformers' own. *Audit* says whether every tensor was read back
 and compared: experts that vLLM packs and weights that it transforms cannot be, and the sync warns.
 
 **Of {count} types: {summary}.**

@@ -27,7 +27,13 @@ from tiny_rollouts import draw_prompts
 from waiting import DEADLINE_S, NEVER_S, runs, until
 
 from engine_api.config import ModelSource
-from engine_api.errors import ConfigError, PluginNotFound, RolloutError, UnsupportedCapability
+from engine_api.errors import (
+    ConfigError,
+    EngineError,
+    PluginNotFound,
+    RolloutError,
+    UnsupportedCapability,
+)
 from engine_api.hf_vision import read_vision
 from engine_api.registry import RolloutRegistry
 from engine_api.rollout import AsyncRollout, Rollout, SamplingParams, VisionRollout
@@ -310,24 +316,33 @@ def test_an_answer_that_comes_while_the_weights_are_sent_is_that_of_the_sync(
     rollout, monkeypatch
 ) -> None:
     """A server may have all of them, and answer, before the sender has seen it."""
-    send_weights = Sender.send_weights
-
-    def send_and_watch(self: Sender, stream: Any, watch: Callable[[], None]) -> Any:
-        delivery = send_weights(self, stream, watch)
-        until(lambda: ended.is_set() or watch())
-        return delivery
-
     ended = threading.Event()
     response = endpoint.Pending.response
+    send_weights = Sender.send_weights
 
     def note(self: endpoint.Pending) -> dict[str, Any]:
         found = response(self)
         ended.set()
         return found
 
-    monkeypatch.setattr(Sender, "send_weights", send_and_watch)
+    def send_and_watch(self: Sender, stream: Any, watch: Callable[[], None]) -> Any:
+        delivery = send_weights(self, stream, watch)
+        until(lambda: ended.is_set() or watch())
+        return delivery
+
     monkeypatch.setattr(endpoint.Pending, "response", note)
+    monkeypatch.setattr(Sender, "send_weights", send_and_watch)
     assert rollout.update_weights(iter(weights(3).items()), 3).version == 3
+
+
+def test_an_error_of_a_server_is_raised_each_time_that_its_answer_is_read(rollout) -> None:
+    with rollout._server.start("update_weights", version="no number") as pending:
+        with pytest.raises(EngineError) as first:
+            pending.response()
+        assert pending.has_response(0)
+        with pytest.raises(EngineError) as again:
+            pending.response()
+    assert again.value is first.value
 
 
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:

@@ -78,9 +78,9 @@ def compare_engine(folder: str) -> dict[str, Any]:
 
 
 def compare_shared(folder: str) -> tuple[bool, float]:
-    """Return whether two ranks that serve one replica are audited, and how far they are off.
+    """Return whether a sync of one replica of two ranks is audited, and how far it is off.
 
-    It is the largest difference of a token's log-prob from the engine's, in nats.
+    The latter is the largest difference of a token's log-prob from the engine's, in nats.
     """
     with started_engine(folder) as engine:
         rollout = start_vllm(folder, tensor_parallel_size=2)
@@ -95,10 +95,10 @@ def compare_shared(folder: str) -> tuple[bool, float]:
             rollout.close()
         rows = [{"input_ids": [*PROMPTS[one.prompt_index], *one.tokens]} for one in completions]
         scored = engine.infer_batch(Batch.pack(rows)).log_probs
-    told = scored.split([len(row["input_ids"]) for row in rows])
+    own = scored.split([len(row["input_ids"]) for row in rows])
     apart = [
         (row[-len(one.tokens) :] - torch.tensor(one.log_probs)).abs().max()
-        for one, row in zip(completions, told, strict=True)
+        for one, row in zip(completions, own, strict=True)
     ]
     return audited, float(torch.stack(apart).max())
 
@@ -159,7 +159,7 @@ def refuse_other_version(folder: str, *, missing: bool) -> EngineError | None:
 
 
 def attend(given: Mapping[str, Any], *, in_module: bool) -> str | None:
-    """Return what attention refuses, or None where it is computed.
+    """Return the text of attention's error, or None where it is computed.
 
     vLLM's layer has four heads of 8 for queries and two for keys, a window of 16 and a cap of 50.
     Since 0.32 it is in the module, and before in an argument. ``given`` changes the arguments that
@@ -188,7 +188,7 @@ def attend(given: Mapping[str, Any], *, in_module: bool) -> str | None:
 
 
 class FakeLayer:
-    """Layer of vLLM's attention."""
+    """Stand-in for a layer of vLLM's attention."""
 
     num_heads = 4
     num_kv_heads = 2

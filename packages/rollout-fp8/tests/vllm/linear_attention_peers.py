@@ -87,6 +87,16 @@ def refuse_wrong_model(architecture: str, device: str) -> EngineError | None:
     return error_of(start.refuse_wrong_models, [architecture], torch.device(device))
 
 
+def choose_eager(device: str, *, has_states: bool, asked: bool | None) -> bool | EngineError:
+    """Return the choice for a model with states in its layers or without, or its error."""
+    config = SimpleNamespace(is_hybrid=False, has_inner_state=has_states)
+    options = VllmOptions(enforce_eager=asked)
+    try:
+        return start.choose_eager(config, torch.device(device), options)
+    except EngineError as error:
+        return error.with_traceback(None)
+
+
 def arguments_of(asked: str) -> dict[str, Any]:
     """Return the arguments that vLLM is started with for the option."""
     return linear_attention.arguments(VllmOptions(gdn_prefill_backend=asked))

@@ -121,6 +121,27 @@ def test_a_model_that_vllm_was_seen_to_compute_wrongly_is_refused() -> None:
     assert call("refuse_wrong_model", device="cuda", architecture=name) is None
 
 
+@pytest.mark.parametrize(
+    ("device", "has_states", "expected"),
+    [
+        ("cuda", True, {None: True, True: True, False: False}),
+        ("cuda", False, {None: False, True: True, False: False}),
+        ("cpu", True, {None: True, True: True}),
+        ("cpu", False, {None: True, True: True, False: False}),
+    ],
+)
+def test_a_model_with_states_has_cuda_graphs_only_if_they_are_asked_for(
+    device: str, has_states: bool, expected: dict[bool | None, bool]
+) -> None:
+    for asked, eager in expected.items():
+        assert call("choose_eager", device=device, has_states=has_states, asked=asked) is eager
+
+
+def test_a_model_with_states_is_not_compiled_on_a_cpu() -> None:
+    error = call("choose_eager", device="cpu", has_states=True, asked=False)
+    require_error(error, ConfigError, "rollout.options.enforce_eager", "on a CPU, got false")
+
+
 def test_vllm_is_given_the_kernel_that_is_chosen() -> None:
     assert call("arguments_of", asked="auto") == {}
     assert call("arguments_of", asked="cutedsl") == {"gdn_prefill_backend": "cutedsl"}

@@ -81,7 +81,7 @@ def test_a_class_that_is_changed_all_the_same_is_named(folder: str) -> None:
         ({"scaling": None}, "scales of scores of SimpleNamespace are 0.353553 in transformers"),
     ],
 )
-def test_attention_that_vllm_would_compute_otherwise_is_refused(
+def test_attention_that_vllm_would_compute_differently_is_refused(
     given: dict[str, Any], words: str
 ) -> None:
     for in_module in (True, False):

@@ -220,7 +220,8 @@ class RemoteRollout:
 
             def watch() -> None:
                 if pending.has_response(0):
-                    # It raises, unless the server has had the last weights a moment ago.
+                    # The answer is an error, unless the server got the last weights a moment ago:
+                    # then it is kept for the end.
                     pending.response()
                 pending.check()
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from engine_api.errors import RolloutError
+from engine_api.errors import EngineError, RolloutError
 from rollout_fp8.ranks import launcher_variables
 from rollout_fp8.remote.messages import CONFIG, dumps, error_from_json
 from rollout_fp8.transports.channel import secret
@@ -286,7 +286,7 @@ class Pending:
         endpoint.require_open()
         self._endpoint = endpoint
         self._beat = time.monotonic()
-        self._answer: dict[str, Any] | None = None
+        self._answer: dict[str, Any] | EngineError | None = None
         self._http = http.client.HTTPConnection(
             endpoint.host, endpoint.port, timeout=endpoint.silence_s
         )
@@ -317,7 +317,7 @@ class Pending:
             self._beat = time.monotonic()
 
     def response(self) -> dict[str, Any]:
-        """Wait for the answer, and return it, also when it was returned before.
+        """Wait for the answer, and return it; a later call returns or raises the same.
 
         Raises:
             EngineError: the server answers with it.
@@ -325,17 +325,17 @@ class Pending:
         """
         while not self.has_response(POLL_S):
             self.check()
-        if self._answer is not None:
-            return self._answer
-        try:
-            response = self._http.getresponse()
-            found: dict[str, Any] = json.loads(response.read())
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._lost(error) from error
-        if response.status != http.client.OK:
-            raise error_from_json(found)
-        self._answer = found
-        return found
+        if self._answer is None:
+            try:
+                response = self._http.getresponse()
+                found: dict[str, Any] = json.loads(response.read())
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise self._lost(error) from error
+            is_error = response.status != http.client.OK
+            self._answer = error_from_json(found) if is_error else found
+        if isinstance(self._answer, EngineError):
+            raise self._answer
+        return self._answer
 
     def _lost(self, error: Exception) -> RolloutError:
         return self._endpoint.error(

@@ -403,9 +403,9 @@ def _attend_checked(
 ) -> Any:
     """Attend with vLLM's layer, and raise ``BackendError`` if it is not the model's attention.
 
-    The backend passes over most arguments with which a model calls its attention: vLLM's layer has
-    its own heads, window and cap, from the configuration, and no mask (0.26.0 and 0.32.0,
-    ``vllm_attention_forward``; 0.26.0 passes over sinks, too). 0.32.0 reads the scale in the source
+    The backend ignores most arguments with which a model calls its attention: vLLM's layer has its
+    own heads, window and cap, from the configuration, and no mask (0.26.0 and 0.32.0,
+    ``vllm_attention_forward``; 0.26.0 ignores sinks, too). 0.32.0 reads the scale in the source
     of the model's class, and takes Llama's where it finds none. Upstream: no thread known.
     """
     layers = arguments.get("attention_instances")
@@ -423,7 +423,7 @@ def _attend_checked(
     elif layers is not None:
         # Before 0.32 the backend gives the layer the scale of each call.
         served_scale = scale
-    # What the model asks for, and what vLLM's layer computes.
+    # The model's value and vLLM's: a difference gives other log-probs with audited weights.
     pairs = {
         "masks": (attention_mask is not None, False),
         "sinks": (arguments.get("s_aux") is not None, layer.has_sink),
@@ -449,7 +449,7 @@ def _attend_checked(
 def find_backend_faults(model: Any) -> Iterator[str]:
     """Yield the reasons why a model on vLLM's backend is not served as transformers computes it.
 
-    Its backend has a head of its own, which passes over some keys of the configuration (0.26.0 and
+    Its backend has a head of its own, which ignores some keys of the configuration (0.26.0 and
     0.32.0, ``CausalMixin``). Layers without attention mix sequences (0.26.0, which has computed a
     pass on a GPU when it has started). A class that is changed all the same has vLLM's wrapper
     among its bases (``_support_torch_compile``). Upstream: no thread known.

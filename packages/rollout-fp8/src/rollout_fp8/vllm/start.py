@@ -38,7 +38,7 @@ CPU_CACHE_BYTES = GIB
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Classes for which vLLM's CPU build computes other log-probs than transformers with the same
 # weights (measured by `tools/zoo.py`, 0.32.0).
-_COMPUTED_WRONGLY = frozenset(
+_WRONG_ON_CPU = frozenset(
     {
         "Cohere2ForCausalLM",
         "Cohere2MoeForCausalLM",
@@ -202,14 +202,35 @@ def start(plan: Plan) -> vllm.LLMEngine:
 
 def refuse_wrong_models(architectures: Collection[str], device: torch.device) -> None:
     """Raise ``RolloutError`` for a class that vLLM's CPU build was seen to compute wrongly."""
-    wrong = ", ".join(_COMPUTED_WRONGLY.intersection(architectures))
-    if wrong and device.type == "cpu":
+    if device.type != "cpu":
+        return
+    if wrong := ", ".join(_WRONG_ON_CPU.intersection(architectures)):
         raise RolloutError(
             "vLLM did not start: its CPU build does not compute this model rightly",
             where=WHERE,
             why=f"log-probs of {wrong} differ from transformers' (0.32.0)",
             remedy="rollout.name=local for this model",
         )
+
+
+def choose_eager(config: Any, device: torch.device, options: VllmOptions) -> bool:
+    """Return whether a model is to have neither compilation nor CUDA graphs.
+
+    Raises:
+        ConfigError: a model with states in its layers is to be compiled on a CPU.
+    """
+    asked = options.enforce_eager
+    if not _has_states(config):
+        return device.type == "cpu" if asked is None else asked
+    if device.type == "cpu" and asked is False:
+        raise ConfigError(
+            "rollout.options.enforce_eager",
+            "expected true for a model with states in its layers on a CPU, got false",
+            why="no run has compared such a model that vLLM's CPU build compiles",
+            remedy="leave it out, or set it to true",
+        )
+    # One run with CUDA graphs was wrong for a reason that is not known, and ten were right.
+    return asked is not False
 
 
 def _has_states(config: Any) -> bool:
@@ -233,8 +254,7 @@ def _make_checked(plan: Plan, chosen: vllm.EngineArgs) -> vllm.LLMEngine:
     if plan.fp8_cache:
         cache.check_model(config, has_vision=plan.has_vision)
     refuse_wrong_models(config.architectures, plan.device)
-    if _has_states(config) and plan.options.enforce_eager is None:
-        chosen.enforce_eager = True
+    chosen.enforce_eager = choose_eager(config, plan.device, plan.options)
     if plan.device.type == "cpu" and _has_states(config):
         # States of linear attention are kept by prefix only where prompts come in chunks, which
         # they do not here (see ``_arguments``).
@@ -257,23 +277,25 @@ def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
     """
     names = ", ".join(architectures)
     found = [why for name, why in _WRONG_ON_BACKEND.items() if name in architectures]
+    remedy = "rollout.name=local for this model"
     if plan.has_vision:
         found.append("no run has compared vLLM's backend with transformers behind images")
-    if plan.quantization_config is not None:
+    elif plan.quantization_config is not None and not found:
         found.append("no run has compared vLLM's backend in FP8 with transformers")
+        remedy = f"rollout.quantization=none, or {remedy}"
     if found:
         raise RolloutError(
             f"vLLM did not start: it has no class of its own for {names}, and cannot serve it "
             "with transformers'",
             where=WHERE,
-            why=found[0],
-            remedy="rollout.name=local for this model",
+            why="; ".join(found),
+            remedy=remedy,
         )
     if not plan.in_process:
         raise ConfigError(
             "rollout.options.executor",
             f"expected in_process for {names}, got {plan.options.executor}",
-            why="vLLM has no class of its own for it. Its backend for transformers' passes over "
+            why="vLLM has no class of its own for it. Its backend for transformers' ignores "
             "masks, sinks, windows and caps, which only a rollout in this process compares",
             remedy="leave it out, or set it to in_process; or rollout.name=local for this model",
         )
@@ -283,9 +305,9 @@ def _refuse_on_backend(plan: Plan, architectures: Sequence[str]) -> None:
         raise ConfigError(
             "rollout.options.tensor_parallel_size",
             f"expected 1 for {names}, got {parallel}",
-            why="vLLM has no class of its own for it, and divides transformers' by rules, which no "
-            f"run has compared for this class on {plan.device.type}; OLMo 2 was 5 nats off on two "
-            "ranks, with audited weights (0.32.0)",
+            why="vLLM has no class of its own for it. It divides transformers' over ranks by rules "
+            f"of its own, and no run has compared this class so on {plan.device.type}: OLMo 2 was "
+            "5 nats off on two ranks, with audited weights (0.32.0)",
             remedy="tensor_parallel_size: 1, or rollout.name=local for this model",
         )
     if plan.options.enforce_eager is False:
