@@ -338,7 +338,8 @@ def kept_configurations() -> Iterator[None]:
 
     vLLM puts its own in the place of transformers' for the whole process when it reads a model of
     theirs (0.26.0: Qwen3.5, FlexOLMo, HyperCLOVA X; 0.32.0: DeepSeek-V3.2;
-    ``_register_config_class``). transformers cannot make its model of them.
+    ``_register_config_class``). transformers cannot make its model of them. Upstream: no thread
+    known.
     """
     table: dict[str, Any] = CONFIG_MAPPING._extra_content  # noqa: SLF001
     kept = dict(table)
