@@ -271,27 +271,36 @@ def _read_tables(model: nn.Module, text: Any) -> Iterator[tuple[str, RotaryTable
     for name, module in model.named_modules():
         owner = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
         owners[name] = owner
-        buffers = dict(module.named_buffers(recurse=False))
-        leaves = [
-            leaf
-            for leaf in buffers
-            if leaf.endswith(FREQUENCIES) and not leaf.endswith(f"original_{FREQUENCIES}")
-        ]
+        leaves = find_frequencies(module)
         # A tower has a configuration of its own.
         if not leaves or owner.config.get_text_config() is not text:
             continue
-        for leaf, buffer in buffers.items():
+        for leaf, buffer in list(module.named_buffers(recurse=False)):
             # Hooks of code outside transformers may leave them as they are.
             fill = math.nan if buffer.is_floating_point() else 0
             setattr(module, leaf, torch.full_like(buffer, fill, device="cpu"))
         with torch.no_grad():
             owner._init_weights(module)  # noqa: SLF001 - the hook, which has no public name
         for leaf in leaves:
-            frequencies = getattr(module, leaf).double()
-            if bool(frequencies.isfinite().all()):
-                prefix = leaf.removesuffix(FREQUENCIES)
-                factor = getattr(module, f"{prefix}attention_scaling", 1.0)
-                yield f"{name}.{leaf}", RotaryTable(frequencies, float(factor))
+            table = read_table(module, leaf)
+            if bool(table.frequencies.isfinite().all()):
+                yield f"{name}.{leaf}", table
+
+
+def find_frequencies(module: nn.Module) -> list[str]:
+    """Return the names of the buffers of rotary frequencies in a module of transformers'."""
+    return [
+        leaf
+        for leaf, _ in module.named_buffers(recurse=False)
+        if leaf.endswith(FREQUENCIES) and not leaf.endswith(f"original_{FREQUENCIES}")
+    ]
+
+
+def read_table(module: nn.Module, leaf: str) -> RotaryTable:
+    """Return the table of a module of transformers', from its buffer ``leaf`` of frequencies."""
+    prefix = leaf.removesuffix(FREQUENCIES)
+    factor = getattr(module, f"{prefix}attention_scaling", 1.0)
+    return RotaryTable(getattr(module, leaf).double().cpu(), float(factor))
 
 
 def _read_scale(text: Any) -> AttentionScale | None:

@@ -43,7 +43,13 @@ from vllm.v1.sample import rejection_sampler
 
 from engine_api.errors import RolloutError
 from rollout_fp8.install.adapter import PREFIX, SHARED_MEMORY
-from rollout_fp8.install.positions import FREQUENCIES, RotaryTable, ServedPositions, ServedTable
+from rollout_fp8.install.positions import (
+    FREQUENCIES,
+    ServedPositions,
+    ServedTable,
+    find_frequencies,
+    read_table,
+)
 
 # Parameters of latent attention that no checkpoint has.
 _DERIVED = frozenset({"W_UV", "W_UK_T"})
@@ -757,19 +763,16 @@ def _read_frequencies(name: str, module: Any, positions: Sequence[int]) -> Itera
     """
     if type(module).__module__.partition(".")[0] == "vllm":
         return
-    for leaf, buffer in module.named_buffers(recurse=False):
-        if not leaf.endswith(FREQUENCIES) or leaf.endswith(f"original_{FREQUENCIES}"):
-            continue
-        prefix = leaf.removesuffix(FREQUENCIES)
-        factor = getattr(module, f"{prefix}attention_scaling", 1.0)
-        length = _find_length(module, prefix.rstrip("_"), positions[-1] + 1)
+    for leaf in find_frequencies(module):
+        layer_type = leaf.removesuffix(FREQUENCIES).rstrip("_")
+        length = _find_length(module, layer_type, positions[-1] + 1)
         known = [position for position in positions if position < length]
         yield ServedTable(
             name=f"{name}.{leaf}",
             kind=type(module).__name__,
             length=length,
-            epsilon=torch.finfo(buffer.dtype).eps,
-            rows=RotaryTable(buffer.double().cpu(), float(factor)).rows(known).float(),
+            epsilon=torch.finfo(getattr(module, leaf).dtype).eps,
+            rows=read_table(module, leaf).rows(known).float(),
         )
 
 

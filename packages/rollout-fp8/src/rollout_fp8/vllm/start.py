@@ -524,7 +524,6 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         # vLLM's ``calculate_kv_scales`` (0.26.0) is not used: it keeps the first weights' scales.
         "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_memory_bytes": _cache_bytes(plan) or (CPU_CACHE_BYTES if cpu else None),
-        "enforce_eager": cpu if options.enforce_eager is None else options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
         # A prompt that is begun in one step and ended in another draws a token too early. vLLM
         # rewinds the request's generator, which CPU generators cannot ("CPU Generator does not use
