@@ -15,6 +15,7 @@ from attention_reference import random_inputs, random_sinks
 from attention_reference import reference as exact_attention
 from torch import Tensor
 
+from engine_api.devices import move_tensor
 from engine_torch.attention import (
     build_packing,
     build_tree_packing,
@@ -241,3 +242,18 @@ def test_a_head_with_a_scale_a_cap_and_a_bias(chunk: int, entropy: bool, dtype: 
     for mine, theirs in zip(ours, exact, strict=True):
         assert mine.grad is not None and theirs.grad is not None
         assert relative(mine.grad, theirs.grad) < (2e-2 if dtype == "bfloat16" else 1e-3)
+
+
+def test_a_copy_to_the_device_does_not_wait_for_its_work() -> None:
+    host = torch.arange(1 << 20)
+    move_tensor(host, "cuda")
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    # About two seconds of work, of which a copy that waits would see the end.
+    torch.cuda._sleep(4 << 30)  # noqa: SLF001 - the way in which torch's own tests keep a GPU busy
+    done.record()
+    there = move_tensor(host, "cuda")
+    assert not done.query()
+    # A copy back waits, so that its reader sees the values.
+    assert torch.equal(move_tensor(there, "cpu"), host)
+    assert done.query()

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
+from engine_api.devices import move_tensor
 from engine_api.errors import BatchError, kind_of
 from engine_api.media import MEDIA, Media
 from engine_api.tensors import check_tensor
@@ -167,10 +168,10 @@ class Batch:
         Raises ``BatchError`` if ``device`` is not a device that holds values.
         """
         _check_target(device)
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
+        moved = {name: move_tensor(value, device) for name, value in self.fields.items()}
         copy = self.with_computed(**moved)
-        object.__setattr__(copy, "input_ids", self.input_ids.to(device, non_blocking=True))
-        object.__setattr__(copy, "cu_seqlens", self.cu_seqlens.to(device, non_blocking=True))
+        object.__setattr__(copy, "input_ids", move_tensor(self.input_ids, device))
+        object.__setattr__(copy, "cu_seqlens", move_tensor(self.cu_seqlens, device))
         if self.media is not None:
             object.__setattr__(copy, "media", self.media.to(device))
         return copy

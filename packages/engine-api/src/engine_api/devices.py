@@ -338,6 +338,23 @@ def register_device(device: Device) -> None:
     _DEVICES[device.name] = device
 
 
+def move_tensor(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor on ``device``, without waiting for the work that is queued there.
+
+    CUDA waits with each copy of more than 64 KiB from memory that is not pinned, so that the host
+    would never be ahead of the device. A copy to the host waits, because its reader does not.
+    """
+    import torch
+
+    target = torch.device(device)
+    # A device that no plug-in brings is a caller's own, of which nothing is known.
+    known = _DEVICES.get(target.type)
+    if tensor.device.type != "cpu" or known is None or not known.pins_memory:
+        return tensor.to(target)
+    # The allocator keeps pinned memory until the copy is done.
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
 def device_of(name: str) -> Device:
     """Return the ``Device`` of the name ``name`` (a ``torch.device``'s type).
 

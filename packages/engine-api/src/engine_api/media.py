@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
+from engine_api.devices import move_tensor
 from engine_api.errors import BatchError, kind_of
 from engine_api.tensors import check_tensor
 
@@ -154,7 +155,7 @@ class Media:
         # The constructor is not called, because the media are already validated.
         copy = object.__new__(Media)
         for name, value in self.tensors.items():
-            object.__setattr__(copy, name, value.to(device, non_blocking=True))
+            object.__setattr__(copy, name, move_tensor(value, device))
         if self.seconds is None:
             object.__setattr__(copy, "seconds", None)
         copy.__dict__["are_videos"] = self.are_videos

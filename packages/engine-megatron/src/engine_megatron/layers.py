@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from engine_api.balance import Balance
+from engine_api.devices import move_tensor
 from engine_megatron.context import (
     ContextShard,
     Scores,
@@ -57,7 +58,7 @@ def build_packing(
 
     ``longest`` is the length to state for the longest document; a smaller one has no effect.
     """
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    ends = move_tensor(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     longest = max(longest, *lengths)
     padded: dict[str, Any] = {}
     if shard is not None:

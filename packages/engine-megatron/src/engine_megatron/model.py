@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from engine_api.balance import Balance
 from engine_api.batch import ROUTED_EXPERTS, Batch
 from engine_api.config import EngineConfig, LoraConfig
-from engine_api.devices import device_of
+from engine_api.devices import device_of, move_tensor
 from engine_api.results import TokenOutputs
 from engine_megatron.balance import StepBalance, add_balance
 from engine_megatron.context import ContextShard, gather_outputs, token_order
@@ -548,7 +548,7 @@ def pack_inputs(
         shard = ContextShard(
             ranks=layout.context,
             rank=layout.here.context,
-            place=place.to(device),
+            place=move_tensor(place, device),
             group=context_group(),
         )
 
@@ -556,7 +556,7 @@ def pack_inputs(
         """Return values of the batch's tokens for those that this rank's routers see."""
         whole = values.new_full((len(ids), *values.shape[1:]), fill)
         whole[real] = values
-        mine = whole[own].to(device)
+        mine = move_tensor(whole[own], device)
         return mine.chunk(layout.tensor)[layout.here.tensor] if splits_tokens else mine
 
     experts: Tensor | None = None
@@ -575,11 +575,11 @@ def pack_inputs(
         balance = step_balance.add(route(documents, count), count, groups)
     longest = steady_longest(lengths, 2 * layout.context) if steady else 0
     return PackedInputs(
-        ids=ids[own][None].to(device),
-        positions=positions[own][None].to(device),
-        targets=ids.roll(-1)[own].to(device),
-        source=place[(real - 1).clamp(min=0)].to(device),
-        first=(positions[real] == 0).to(device),
+        ids=move_tensor(ids[own][None], device),
+        positions=move_tensor(positions[own][None], device),
+        targets=move_tensor(ids.roll(-1)[own], device),
+        source=move_tensor(place[(real - 1).clamp(min=0)], device),
+        first=move_tensor(positions[real] == 0, device),
         packing=build_packing(
             lengths, device, shard, longest=longest, experts=experts, balance=balance
         ),

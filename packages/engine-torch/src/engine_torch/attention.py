@@ -41,7 +41,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 from engine_api.config import EngineConfig
-from engine_api.devices import device_of
+from engine_api.devices import device_of, move_tensor
 from engine_api.errors import ConfigError, UnsupportedCapability
 from engine_torch.context import GROUPED, Context, build_context
 from engine_torch.cudnn import cudnn_packed
@@ -202,27 +202,28 @@ def build_packing(
     common: dict[str, Any] = {
         "kernel": kernel,
         "bounds": cu,
-        "cu_seqlens": cu.to(device, torch.int32),
+        "cu_seqlens": move_tensor(cu.int(), device),
         "max_length": longest,
-        "document": document.to(device),
+        "document": move_tensor(document, device),
         "group": group,
     }
     if blocks is not None:
         same = (blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0)
         earlier = torch.ones(total, total, dtype=torch.bool).tril()
         visible = (earlier | same) & (document[:, None] == document[None, :])
-        return Packing(**common, mask=visible[None, None].to(device), blocks=blocks.to(device))
+        mask = move_tensor(visible[None, None], device)
+        return Packing(**common, mask=mask, blocks=move_tensor(blocks, device))
     if kernel != "sdpa" or len(set(lengths)) == 1:
         return Packing(**common)
     if total * total <= len(lengths) * longest * longest:
         causal = torch.ones(total, total, dtype=torch.bool).tril()
         mask = causal & (document[:, None] == document[None, :])
-        return Packing(**common, mask=mask[None, None].to(device))
+        return Packing(**common, mask=move_tensor(mask[None, None], device))
     column = torch.arange(longest)
     inside = column[None, :] < torch.tensor(lengths)[:, None]
     padded = torch.where(inside, cu[:-1, None] + column[None, :], 0)
-    flat = (document * longest + torch.arange(total) - cu[document]).to(device)
-    return Packing(**common, padded_index=padded.to(device), flat_index=flat)
+    flat = move_tensor(document * longest + torch.arange(total) - cu[document], device)
+    return Packing(**common, padded_index=move_tensor(padded, device), flat_index=flat)
 
 
 def build_tree_packing(ends: Tensor, kernel: str, device: torch.device) -> Packing:
@@ -234,11 +235,11 @@ def build_tree_packing(ends: Tensor, kernel: str, device: torch.device) -> Packi
         device: device of the tensors.
     """
     bounds = torch.tensor([0, len(ends)])
-    ends = ends.to(device)
+    ends = move_tensor(ends, device)
     return Packing(
         kernel=kernel,
         bounds=bounds,
-        cu_seqlens=bounds.to(device, torch.int32),
+        cu_seqlens=move_tensor(bounds.int(), device),
         max_length=len(ends),
         document=torch.zeros_like(ends),
         mask=mask_of(ends) if kernel == "sdpa" else None,
@@ -266,9 +267,9 @@ def build_context_packing(
     return Packing(
         kernel=kernel,
         bounds=cu,
-        cu_seqlens=cu.to(device, torch.int32),
+        cu_seqlens=move_tensor(cu.int(), device),
         max_length=max(lengths),
-        document=document.to(device),
+        document=move_tensor(document, device),
         context=context,
     )
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from engine_api.devices import move_tensor
 from engine_api.process_groups import all_gather, reduce_scatter
 
 __all__ = ["CONTEXT_KERNELS", "GROUPED", "Context", "build_context"]
@@ -167,7 +168,7 @@ def build_context(
         token = torch.arange(stop - first)
         row = token[start - first :, None]
         same = document[start - first :, None] == document[None, :]
-        mask = (same & (token[None, :] <= row))[None, None].to(device)
+        mask = move_tensor((same & (token[None, :] <= row))[None, None], device)
     return Context(
         group=group,
         kernel=kernel,
@@ -183,4 +184,4 @@ def build_context(
 
 def _accumulate(lengths: list[int], device: torch.device) -> Tensor:
     """Return the boundaries ``[D+1]`` of ranges of these lengths, as int32 on a device."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return move_tensor(torch.tensor([0, *lengths]).cumsum(0).int(), device)

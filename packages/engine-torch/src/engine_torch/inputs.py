@@ -16,6 +16,7 @@ from engine_api.batch import (
     TEACHER_TOP_LOG_PROBS,
     Batch,
 )
+from engine_api.devices import move_tensor
 from engine_api.distillation import OutputHead, Teaching
 from engine_api.hf_vision import Positions, Vision
 from engine_torch.attention import (
@@ -144,12 +145,12 @@ def pack_inputs(
     if positions_of is not None and images is not None:
         positions = _position_images(batch, positions, positions_of)
     if coefficients is not None:
-        coefficients = _shift_to_targets(coefficients, padding, mine).to(device)
+        coefficients = move_tensor(_shift_to_targets(coefficients, padding, mine), device)
     return PackedInputs(
-        input_ids=ids[mine][None].to(device, non_blocking=True),
-        position_ids=positions[..., None, mine].to(device, non_blocking=True),
-        targets=ids.roll(-1)[mine].to(device, non_blocking=True),
-        first=first.to(device, non_blocking=True),
+        input_ids=move_tensor(ids[mine][None], device),
+        position_ids=move_tensor(positions[..., None, mine], device),
+        targets=move_tensor(ids.roll(-1)[mine], device),
+        first=move_tensor(first, device),
         packing=_build_packing(lengths, kernel, device, group, parts, part, gathers_keys, blocks),
         size=batch.num_tokens,
         coefficients=coefficients,
@@ -215,18 +216,18 @@ def pack_tree(
     if coefficients is not None:
         # A token that documents share has the sum of their derivatives.
         summed = torch.zeros(len(ids)).index_add(0, tree.rows, coefficients.cpu().float())
-        coefficients = summed.to(device)
-    ids = ids.to(device, non_blocking=True)
+        coefficients = move_tensor(summed, device)
+    ids = move_tensor(ids, device)
     return PackedInputs(
         input_ids=ids[None],
-        position_ids=positions[None].to(device, non_blocking=True),
+        position_ids=move_tensor(positions[None], device),
         targets=ids,
-        first=(positions == 0).to(device, non_blocking=True),
+        first=move_tensor(positions == 0, device),
         packing=build_tree_packing(ends, kernel, device),
         size=batch.num_tokens,
         coefficients=coefficients,
-        parents=parents.to(device, non_blocking=True),
-        rows=tree.rows.to(device, non_blocking=True),
+        parents=move_tensor(parents, device),
+        rows=move_tensor(tree.rows, device),
     )
 
 
@@ -246,7 +247,7 @@ def _place_teacher(
         # An empty batch may come without fields.
         given = batch.fields.get(name, torch.empty(0, width, dtype=dtype)).cpu()
         whole = torch.cat([given, given.new_full((padding, given.shape[1]), fill)])
-        return whole.roll(-1, 0)[mine].to(device, non_blocking=True)
+        return move_tensor(whole.roll(-1, 0)[mine], device)
 
     if teaching.top:
         ids = rows(TEACHER_TOP_IDS, 0, torch.int64, -1).long()
@@ -263,7 +264,7 @@ def _pad_experts(batch: Batch, padding: int, mine: Tensor, device: torch.device)
         return None
     given = batch[ROUTED_EXPERTS].cpu()
     whole = torch.cat([given, given.new_full((padding, *given.shape[1:]), -1)])
-    return whole[mine].to(device, non_blocking=True)
+    return move_tensor(whole[mine], device)
 
 
 def _build_packing(

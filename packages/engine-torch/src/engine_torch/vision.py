@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from engine_api.batch import Batch
-from engine_api.devices import device_of
+from engine_api.devices import device_of, move_tensor
 from engine_api.errors import UnsupportedCapability
 from engine_api.hf_vision import Vision
 from engine_api.media import Media
@@ -103,8 +103,8 @@ def pack_images(
     if not media.num_images:
         media = _blank(vision)
     return PackedImages(
-        pixels=media.pixels.to(device, dtype, non_blocking=True),
-        grid=media.grid.to(device, non_blocking=True),
+        pixels=move_tensor(media.pixels, device).to(dtype),
+        grid=move_tensor(media.grid, device),
         own=own,
         are_videos=are_videos,
     )
