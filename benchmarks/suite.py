@@ -280,12 +280,13 @@ def throughput(
     )
 
 
-def rl_steps(name: str, shape: str, *arguments: str) -> dict[str, Step]:
+def rl_steps(name: str, shape: str, best: int, *arguments: str) -> dict[str, Step]:
     """Return two steps of benchmarks/rl_step.py on two GPUs: the recipe as it is, and at its best.
 
     Args:
         name: start of the steps' names.
         shape: shape of the model.
+        best: tokens of the largest micro-batch that fits without recomputing.
         arguments: work of a step, the same for both.
     """
     return {
@@ -300,9 +301,14 @@ def rl_steps(name: str, shape: str, *arguments: str) -> dict[str, Step]:
             gpus=2,
         )
         for suffix, own in (
-            # The recipe's own micro-batch.
-            ("", ("--max-tokens", "24576")),
-            ("-best", ("engine.memory.compile=true", "engine.memory.recompute=none")),
+            ("", ()),
+            (
+                "-best",
+                (
+                    *("--max-tokens", str(best)),
+                    *("engine.memory.compile=true", "engine.memory.recompute=none"),
+                ),
+            ),
         )
     }
 
@@ -452,8 +458,8 @@ STEPS = {
     "defaults-8b-2": mfu(
         "fsdp2", "8b", 500, *WORK, "--recompute", "full", "--defaults", "beside", gpus=2
     ),
-    **rl_steps("defaults-rl-0.6b", "qwen3-0.6b"),
-    **rl_steps("defaults-rl-8b", "qwen3-8b", "--new", "512"),
+    **rl_steps("defaults-rl-0.6b", "qwen3-0.6b", 32768),
+    **rl_steps("defaults-rl-8b", "qwen3-8b", 4096, "--new", "512"),
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
     "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),

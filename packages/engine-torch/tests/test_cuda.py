@@ -250,7 +250,7 @@ def test_a_copy_to_the_device_does_not_wait_for_its_work() -> None:
     torch.cuda.synchronize()
     done = torch.cuda.Event()
     # About two seconds of work, of which a copy that waits would see the end.
-    torch.cuda._sleep(4 << 30)  # noqa: SLF001 - the way in which torch's own tests keep a GPU busy
+    torch.cuda._sleep(4 << 30)
     done.record()
     there = move_tensor(host, "cuda")
     assert not done.query()

@@ -597,3 +597,31 @@ def refused_backend(model: str, **arguments: Any) -> EngineError | None:
 
     with mock.patch.object(cache, "_BACKENDS", ("SOME_ATTN",)):
         return refused(model, version=None, kv_cache_dtype="fp8", **arguments)
+
+
+def held_and_streamed(model: str) -> tuple[list[Any], list[Any], list[int], int]:
+    """Return completions with log-probs by ``generate`` and by ``submit``.
+
+    With them the number of outputs that vLLM's processor saw for each, and of those left over.
+    """
+    with opened(model) as rollout:
+        held = rollout._stepper._held
+        seen: list[int] = []
+        process = held._process
+
+        def count(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(len(outputs))
+            return process(outputs, *args, **kwargs)
+
+        held._process = count
+        together = rollout.generate(PROMPTS, SAMPLED)
+        counts = [sum(seen)]
+        seen.clear()
+        # The seeds of a draw follow the prompt and its number among the equal ones.
+        streamed = [
+            one for prompt in PROMPTS for one in rollout.submit(prompt, SAMPLED).result(120)
+        ]
+        counts.append(sum(seen))
+        left = len(held._held) + len(held._ended)
+    rows = [[(one.tokens, one.log_probs) for one in group] for group in (together, streamed)]
+    return rows[0], rows[1], counts, left

@@ -24,6 +24,7 @@ from rollout_fp8.experts import RoutedLayers
 from rollout_fp8.failures import describe_error
 from rollout_fp8.log_probs import require_finite
 from rollout_fp8.vllm import private
+from rollout_fp8.vllm.held import HeldOutputs
 from rollout_fp8.vllm.images import require_prompt
 
 WHERE = "rollout 'vllm'"
@@ -162,6 +163,7 @@ class Stepper:
         device: made current in the thread.
         salted: True keeps the prefixes from before each pause apart, for pauses after which vLLM
             still has keys and values of old weights.
+        held: what the engine holds back until completions end; None: nothing.
 
     Attributes:
         version: version of the weights that make the next tokens. It is set while nothing is
@@ -170,13 +172,19 @@ class Stepper:
     """
 
     def __init__(
-        self, engine: vllm.LLMEngine, device: torch.device, *, salted: bool = False
+        self,
+        engine: vllm.LLMEngine,
+        device: torch.device,
+        *,
+        salted: bool = False,
+        held: HeldOutputs | None = None,
     ) -> None:
         self.version = -1
         self.tokens = 0
         self._engine: Any = engine
         self._device = device
         self._salted = salted
+        self._held = held
         self._names = count()
         self._changed = threading.Condition()
         self._calls: deque[Callable[[], None]] = deque()
@@ -411,13 +419,14 @@ class Stepper:
         self._end_if_over(job)
 
     def _receive(self, output: Any) -> None:
+        log_probs = None if self._held is None else self._held.take_log_probs(output.request_id)
         # It was aborted while it was computed.
         if output.request_id not in self._live:
             return
         sequence, job = self._live[output.request_id]
         (new,) = output.outputs
         sequence.tokens += new.token_ids
-        sequence.log_probs += new.logprobs.logprobs
+        sequence.log_probs += new.logprobs.logprobs if log_probs is None else log_probs
         sequence.versions += [self.version] * len(new.token_ids)
         sequence.outputs += bool(new.token_ids)
         self.tokens += len(new.token_ids)

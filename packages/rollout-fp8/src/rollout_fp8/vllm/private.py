@@ -50,6 +50,7 @@ from rollout_fp8.install.positions import (
     find_frequencies,
     read_table,
 )
+from rollout_fp8.vllm.held import HeldOutputs
 
 # Parameters of latent attention that no checkpoint has.
 _DERIVED = frozenset({"W_UV", "W_UK_T"})
@@ -981,6 +982,18 @@ def pause(engine: Any) -> Iterator[Any]:
     client.call_utility("pause_scheduler", "keep", False)
     while not outputs.empty():
         yield from engine.step()
+
+
+def hold_outputs(engine: Any) -> HeldOutputs:
+    """Let an engine process the tokens of completions that are read at their end all at once.
+
+    ``LLMEngine.step`` processes the outputs of each step, whether or not any is reported (0.26.0
+    and 0.32.0). Upstream: no thread known.
+    """
+    processor = engine.output_processor
+    held = HeldOutputs(processor.process_outputs, processor.request_states)
+    processor.process_outputs = held.process
+    return held
 
 
 def resume(engine: Any) -> None:

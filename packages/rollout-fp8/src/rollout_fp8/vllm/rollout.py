@@ -55,6 +55,7 @@ from rollout_fp8.vllm.cache import require_served  # noqa: E402
 from rollout_fp8.vllm.generation import WHERE, Job, Stepper  # noqa: E402
 from rollout_fp8.vllm.images import ImageInputs, digests, require_family  # noqa: E402
 from rollout_fp8.vllm.in_flight import check as check_in_flight  # noqa: E402
+from rollout_fp8.vllm.private import hold_outputs  # noqa: E402
 from rollout_fp8.vllm.processes import Processes, WatchedEngine, processes_of  # noqa: E402
 from rollout_fp8.vllm.sync import EXTENSION, InProcess, OtherProcesses, ServedAdapter  # noqa: E402
 
@@ -533,7 +534,9 @@ class VllmRollout:
 
     def _reach(self, adapter: ExpectedAdapter | None) -> None:
         salted = self._in_flight and self.options.kv_cache_in_flight == "keep"
-        self._stepper = Stepper(self._engine, self._plan.device, salted=salted)
+        # The experts of each token come with it.
+        held = None if self._plan.routed_experts else hold_outputs(self._engine)
+        self._stepper = Stepper(self._engine, self._plan.device, salted=salted, held=held)
         if not self._plan.in_process:
             self._processes = processes_of(self._engine, self._stepper.fail)
             self._server = WatchedEngine(self._engine, self._processes)

@@ -1,0 +1,105 @@
+"""Outputs that are held back until a completion ends, against vLLM's own processing of each."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import vllm_peers as peers
+from vllm.sampling_params import RequestOutputKind
+from vllm_peers import DEVICE
+
+from engine_conformance.cases import Target
+from engine_conformance.cases._served import rollout_model
+from engine_conformance.ranks import get_pool
+from rollout_fp8.vllm.held import HeldOutputs
+
+
+def output(request: str, *tokens: int, ends: bool = False) -> Any:
+    """Return an output of vLLM's engine core, whose log-prob of token t is -t."""
+    rows = -np.array([[token, 99] for token in tokens], dtype=np.float32).reshape(-1, 2)
+    return SimpleNamespace(
+        request_id=request,
+        new_token_ids=list(tokens),
+        new_logprobs=SimpleNamespace(logprobs=rows) if tokens else None,
+        finish_reason="stop" if ends else None,
+    )
+
+
+@pytest.fixture
+def processed() -> list[list[tuple[str, list[int], bool]]]:
+    """Return what has been processed in each step: request, tokens, and whether log-probs came."""
+    return []
+
+
+@pytest.fixture
+def requests() -> dict[str, Any]:
+    return {
+        name: SimpleNamespace(output_kind=kind, external_req_id=name[0])
+        for name, kind in {
+            "a-1": RequestOutputKind.FINAL_ONLY,
+            "b-1": RequestOutputKind.FINAL_ONLY,
+            "c-1": RequestOutputKind.DELTA,
+        }.items()
+    }
+
+
+@pytest.fixture
+def held(processed: list[Any], requests: dict[str, Any]) -> HeldOutputs:
+    def process(outputs: list[Any], timestamp: float) -> int:
+        assert timestamp == 0.5
+        rows = [(one.request_id, one.new_token_ids, bool(one.new_logprobs)) for one in outputs]
+        processed.append(rows)
+        return len(outputs)
+
+    return HeldOutputs(process, requests)
+
+
+def test_tokens_are_processed_together_at_the_end(held: HeldOutputs, processed: list[Any]) -> None:
+    assert held.process([output("a-1", 1), output("b-1", 2, 3)], timestamp=0.5) == 0
+    assert held.process([output("b-1", 4, ends=True), output("a-1", 5)], timestamp=0.5) == 1
+    # It ends without a token of this step.
+    assert held.process([output("a-1", ends=True)], timestamp=0.5) == 1
+    assert processed == [[], [("b-1", [2, 3, 4], False)], [("a-1", [1, 5], False)]]
+    assert held.take_log_probs("a") == [-1.0, -5.0]
+    assert held.take_log_probs("b") == [-2.0, -3.0, -4.0]
+    assert held.take_log_probs("b") is None
+
+
+def test_what_is_read_as_it_comes_is_not_held(held: HeldOutputs, processed: list[Any]) -> None:
+    held.process([output("c-1", 7), output("gone", 8)], timestamp=0.5)
+    held.process([output("c-1", 9, ends=True)], timestamp=0.5)
+    assert processed == [
+        [("c-1", [7], True), ("gone", [8], True)],
+        [("c-1", [9], True)],
+    ]
+    assert held.take_log_probs("c") is None
+
+
+def test_aborted_completions_are_forgotten(held: HeldOutputs, requests: dict[str, Any]) -> None:
+    held.process([output("a-1", 1), output("b-1", 2)], timestamp=0.5)
+    del requests["a-1"], requests["c-1"]
+    requests["d-1"] = SimpleNamespace(output_kind=RequestOutputKind.FINAL_ONLY, external_req_id="d")
+    held.process([output("d-1", 3)], timestamp=0.5)
+    assert set(held._held) == {"b-1", "d-1"}
+
+
+@pytest.mark.distributed
+def test_completions_are_those_that_stream(root: Any) -> None:
+    """Each is processed once where it is read at its end, and at each of its steps if it streams.
+
+    Draws have seeds, and bits are the same.
+    """
+    target = Target(backend="vllm", device=DEVICE, root=root, rollout=True)
+    said = get_pool(1, device=DEVICE).run(
+        "vllm_peers:held_and_streamed", deadline=240, model=str(rollout_model(target))
+    )[0]
+    together, streamed, counts, left = said
+    assert together == streamed
+    number = len(peers.PROMPTS) * peers.SAMPLED.n
+    tokens = sum(len(one) for one, _ in together)
+    assert counts == [number, tokens]
+    assert tokens > number
+    assert left == 0
