@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.rl_work import NEW, PROMPT, PROMPTS, N, drawn_reward, prepare
+from benchmarks.rl_work import MAX_TOKENS, NEW, PROMPT, PROMPTS, N, drawn_reward, prepare
 from engine_trainer.rewards import Sample
 from engine_trainer.telemetry.logs import read_metrics
 
@@ -74,6 +74,7 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         *placed,
         f"engine.model.path={folder / 'model'}",
         f"engine.device={options.device}",
+        f"engine.memory.max_tokens={options.max_tokens}",
         f"data.source={folder / 'problems.jsonl'}",
         "eval=null",
         f"algorithm.prompts_per_step={options.sequences // options.n}",
@@ -90,7 +91,6 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
         "run.tensorboard=false",
         f"run.output_dir={folder / 'run'}",
         *rollout,
-        *([] if options.max_tokens is None else [f"engine.memory.max_tokens={options.max_tokens}"]),
         *options.more,
     ]
 
@@ -221,7 +221,7 @@ def main() -> None:
         "--correction", help="algorithm.correction.weight; none, with overlap token"
     )
     parser.add_argument(
-        "--max-tokens", type=int, help="of a micro-batch on a rank (default: the recipe's)"
+        "--max-tokens", type=int, default=MAX_TOKENS, help="of a micro-batch on a rank"
     )
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of a GPU")
     parser.add_argument(

@@ -286,7 +286,7 @@ def rl_steps(name: str, shape: str, best: int, *arguments: str) -> dict[str, Ste
     Args:
         name: start of the steps' names.
         shape: shape of the model.
-        best: tokens of the largest micro-batch that fits without recomputing.
+        best: tokens of the largest micro-batch of which nothing has to be recomputed.
         arguments: work of a step, the same for both.
     """
     return {
@@ -301,7 +301,8 @@ def rl_steps(name: str, shape: str, best: int, *arguments: str) -> dict[str, Ste
             gpus=2,
         )
         for suffix, own in (
-            ("", ()),
+            # The recipe's own micro-batch.
+            ("", ("--max-tokens", "24576")),
             (
                 "-best",
                 (

@@ -77,8 +77,6 @@ class _OnCPU(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.Tensor.pin_memory:
-            return args[0]
         given = dict(kwargs or {})
         if _is_cuda(given.get("device")):
             given["device"] = _CPU

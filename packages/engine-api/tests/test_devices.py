@@ -13,11 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_api.batch import Batch
-from engine_api.devices import Accelerator, device_of, move_tensor, register_device
+from engine_api.devices import (
+    SIMULATED_CUDA,
+    Accelerator,
+    device_of,
+    move_tensor,
+    register_device,
+)
 
 
 class Copies(TorchDispatchMode):
-    """Records of each copy its target, whether its source was pinned, and whether it waited."""
+    """A record of copies: target, whether the source was pinned, and whether the copy waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +45,10 @@ def copies(monkeypatch) -> Iterator[Copies]:
     with Copies() as recorded:
 
         def pin(tensor: torch.Tensor) -> torch.Tensor:
-            recorded.pinned.append(tensor)
-            return tensor
+            # As torch does: memory of the same strides, which is then written.
+            copy = torch.empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
+            recorded.pinned.append(copy)
+            return copy
 
         monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
         yield recorded
@@ -55,6 +63,15 @@ def test_a_copy_to_a_device_is_pinned_and_does_not_wait(copies, monkeypatch):
     register_device(Pinning())
     assert move_tensor(torch.zeros(3), "meta").device.type == "meta"
     assert copies.seen == [("meta", True, False)]
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:1].expand(5), lambda x: x[::2]])
+def test_a_view_whose_memory_cannot_be_pinned_is_copied_first(copies, monkeypatch, view):
+    monkeypatch.setattr("engine_api.devices._DEVICES", {})
+    register_device(Pinning())
+    move_tensor(view(torch.zeros(6)), "meta")
+    assert copies.seen == [("meta", True, False)]
+    assert copies.pinned[0].is_contiguous()
 
 
 def test_a_device_of_which_nothing_is_known_gets_plain_copies(copies):
@@ -78,3 +95,9 @@ def test_a_batch_that_comes_to_the_host_is_there(copies):
         object.__setattr__(batch, "fields", {"loss_weight": torch.zeros(3, device="cuda")})
         batch.to("cpu")
     assert copies.seen == [("cpu", False, True)] * 3
+
+
+def test_memory_of_the_host_that_stands_in_for_cuda_is_not_pinned(monkeypatch):
+    assert device_of("cuda").pins_memory
+    monkeypatch.setenv(SIMULATED_CUDA, "1")
+    assert not device_of("cuda").pins_memory

@@ -27,7 +27,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
-from engine_api.devices import move_tensor
 from engine_api.errors import BatchError, kind_of
 from engine_api.media import MEDIA, Media
 from engine_api.tensors import check_tensor
@@ -167,6 +166,8 @@ class Batch:
 
         Raises ``BatchError`` if ``device`` is not a device that holds values.
         """
+        from engine_api.devices import move_tensor
+
         _check_target(device)
         moved = {name: move_tensor(value, device) for name, value in self.fields.items()}
         copy = self.with_computed(**moved)

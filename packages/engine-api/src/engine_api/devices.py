@@ -278,6 +278,11 @@ class Cuda(Accelerator):
     transformer_engine = True
     mixer_kernels = True
 
+    @property
+    def pins_memory(self) -> bool:
+        """False where the host's memory stands in for CUDA's."""
+        return not cuda_is_simulated()
+
     def probe(self) -> ProbeResult:
         """Return whether torch is built with CUDA and the driver shows a device."""
         version = torch_version()
@@ -339,20 +344,22 @@ def register_device(device: Device) -> None:
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a tensor on ``device``, without waiting for the work that is queued there.
+    """Return a tensor on ``device``, where copies from the host do not wait for queued work.
 
-    CUDA waits with each copy of more than 64 KiB from memory that is not pinned, so that the host
-    would never be ahead of the device. A copy to the host waits, because its reader does not.
+    CUDA lets the host wait in each copy from memory that is not pinned, but for the smallest ones,
+    so that it would never be ahead of the device. A copy to the host waits, because its reader does
+    not. A caller that has pinned the tensor must not write to it before the device is there.
     """
     import torch
 
     target = torch.device(device)
-    # A device that no plug-in brings is a caller's own, of which nothing is known.
+    # Of a device that is not registered nothing is known.
     known = _DEVICES.get(target.type)
     if tensor.device.type != "cpu" or known is None or not known.pins_memory:
         return tensor.to(target)
-    # The allocator keeps pinned memory until the copy is done.
-    return tensor.pin_memory().to(target, non_blocking=True)
+    # The allocator keeps pinned memory until the copy is done. Memory with gaps, or that is
+    # expanded, cannot be pinned as it is.
+    return tensor.contiguous().pin_memory().to(target, non_blocking=True)
 
 
 def device_of(name: str) -> Device:

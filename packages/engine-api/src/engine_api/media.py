@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_api.codec import register
-from engine_api.devices import move_tensor
 from engine_api.errors import BatchError, kind_of
 from engine_api.tensors import check_tensor
 
@@ -152,6 +151,8 @@ class Media:
 
     def to(self, device: Any) -> Media:
         """Return the same images on ``device``."""
+        from engine_api.devices import move_tensor
+
         # The constructor is not called, because the media are already validated.
         copy = object.__new__(Media)
         for name, value in self.tensors.items():

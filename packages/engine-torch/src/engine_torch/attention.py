@@ -199,26 +199,28 @@ def build_packing(
     total = int(cu[-1])
     longest = max(lengths)
     kernel = _select_kernel(lengths, kernel) if blocks is None else "sdpa"
+    there = move_tensor(document, device)
     common: dict[str, Any] = {
         "kernel": kernel,
         "bounds": cu,
         "cu_seqlens": move_tensor(cu.int(), device),
         "max_length": longest,
-        "document": move_tensor(document, device),
+        "document": there,
         "group": group,
     }
+    # Masks are computed on the device: one of 24,576 tokens has 0.6 GB.
     if blocks is not None:
+        blocks = move_tensor(blocks, device)
         same = (blocks[:, None] == blocks[None, :]) & (blocks[:, None] >= 0)
-        earlier = torch.ones(total, total, dtype=torch.bool).tril()
-        visible = (earlier | same) & (document[:, None] == document[None, :])
-        mask = move_tensor(visible[None, None], device)
-        return Packing(**common, mask=mask, blocks=move_tensor(blocks, device))
+        earlier = torch.ones(total, total, dtype=torch.bool, device=device).tril()
+        visible = (earlier | same) & (there[:, None] == there[None, :])
+        return Packing(**common, mask=visible[None, None], blocks=blocks)
     if kernel != "sdpa" or len(set(lengths)) == 1:
         return Packing(**common)
     if total * total <= len(lengths) * longest * longest:
-        causal = torch.ones(total, total, dtype=torch.bool).tril()
-        mask = causal & (document[:, None] == document[None, :])
-        return Packing(**common, mask=move_tensor(mask[None, None], device))
+        causal = torch.ones(total, total, dtype=torch.bool, device=device).tril()
+        mask = causal & (there[:, None] == there[None, :])
+        return Packing(**common, mask=mask[None, None])
     column = torch.arange(longest)
     inside = column[None, :] < torch.tensor(lengths)[:, None]
     padded = torch.where(inside, cu[:-1, None] + column[None, :], 0)

@@ -165,10 +165,11 @@ def build_context(
     mask = None
     if kernel == "sdpa":
         document = torch.repeat_interleave(torch.arange(len(keys)), torch.tensor(keys))
-        token = torch.arange(stop - first)
+        document = move_tensor(document, device)
+        token = torch.arange(stop - first, device=device)
         row = token[start - first :, None]
         same = document[start - first :, None] == document[None, :]
-        mask = move_tensor((same & (token[None, :] <= row))[None, None], device)
+        mask = (same & (token[None, :] <= row))[None, None]
     return Context(
         group=group,
         kernel=kernel,

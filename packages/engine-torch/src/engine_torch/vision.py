@@ -103,7 +103,7 @@ def pack_images(
     if not media.num_images:
         media = _blank(vision)
     return PackedImages(
-        pixels=move_tensor(media.pixels, device).to(dtype),
+        pixels=move_tensor(media.pixels.to(dtype), device),
         grid=move_tensor(media.grid, device),
         own=own,
         are_videos=are_videos,

@@ -11,6 +11,7 @@ import vllm_peers as peers
 from vllm.sampling_params import RequestOutputKind
 from vllm_peers import DEVICE
 
+from engine_api.errors import RolloutError
 from engine_conformance.cases import Target
 from engine_conformance.cases._served import rollout_model
 from engine_conformance.ranks import get_pool
@@ -24,18 +25,20 @@ def output(request: str, *tokens: int, ends: bool = False) -> Any:
         request_id=request,
         new_token_ids=list(tokens),
         new_logprobs=SimpleNamespace(logprobs=rows) if tokens else None,
+        routed_experts=None,
         finish_reason="stop" if ends else None,
     )
 
 
 @pytest.fixture
 def processed() -> list[list[tuple[str, list[int], bool]]]:
-    """Return what has been processed in each step: request, tokens, and whether log-probs came."""
+    """The outputs that were processed in each step: request, tokens, whether log-probs came."""
     return []
 
 
 @pytest.fixture
 def requests() -> dict[str, Any]:
+    """The states of vLLM's processor: two requests that are read at their end, and a stream."""
     return {
         name: SimpleNamespace(output_kind=kind, external_req_id=name[0])
         for name, kind in {
@@ -78,12 +81,25 @@ def test_what_is_read_as_it_comes_is_not_held(held: HeldOutputs, processed: list
     assert held.take_log_probs("c") is None
 
 
-def test_aborted_completions_are_forgotten(held: HeldOutputs, requests: dict[str, Any]) -> None:
+def test_aborted_completions_are_forgotten(
+    held: HeldOutputs, processed: list[Any], requests: dict[str, Any]
+) -> None:
     held.process([output("a-1", 1), output("b-1", 2)], timestamp=0.5)
-    del requests["a-1"], requests["c-1"]
-    requests["d-1"] = SimpleNamespace(output_kind=RequestOutputKind.FINAL_ONLY, external_req_id="d")
-    held.process([output("d-1", 3)], timestamp=0.5)
-    assert set(held._held) == {"b-1", "d-1"}
+    del requests["a-1"]
+    held.forget_aborted()
+    # It had ended before vLLM knew of the abort.
+    held.process([output("a-1", 3, ends=True), output("b-1", 4, ends=True)], timestamp=0.5)
+    assert processed == [[], [("a-1", [3], True), ("b-1", [2, 4], False)]]
+    assert held.take_log_probs("a") is None
+    assert held.take_log_probs("b") == [-2.0, -4.0]
+    assert not held._held
+
+
+def test_a_vllm_that_reports_log_probs_in_another_way_is_refused(held: HeldOutputs) -> None:
+    last = output("a-1", 1, 2, ends=True)
+    last.new_logprobs = None
+    with pytest.raises(RolloutError, match="each of 2 tokens, got 0"):
+        held.process([last], timestamp=0.5)
 
 
 @pytest.mark.distributed

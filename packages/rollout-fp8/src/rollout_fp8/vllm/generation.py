@@ -163,7 +163,7 @@ class Stepper:
         device: made current in the thread.
         salted: True keeps the prefixes from before each pause apart, for pauses after which vLLM
             still has keys and values of old weights.
-        held: what the engine holds back until completions end; None: nothing.
+        held: outputs that are held until their completions end, or None.
 
     Attributes:
         version: version of the weights that make the next tokens. It is set while nothing is
@@ -294,6 +294,7 @@ class Stepper:
             self._thread.join()
         # A caller may keep a job, and with it this stepper.
         self._engine = None
+        self._held = None
 
     def _run(self) -> None:
         if self._device.type == "cuda":
@@ -370,7 +371,7 @@ class Stepper:
         prefixes of these.
         """
         waiting = [pair for pair in self._live.values() if not pair[0].tokens]
-        self._engine.abort_request([sequence.request for sequence, _ in waiting])
+        self._abort([sequence.request for sequence, _ in waiting])
         for sequence, job in waiting:
             del self._live[sequence.request]
             sequence.request = self.name()
@@ -402,24 +403,30 @@ class Stepper:
             )
         self._end_if_over(job)
 
+    def _abort(self, requests: list[str]) -> None:
+        self._engine.abort_request(requests)
+        if self._held is not None:
+            self._held.forget_aborted()
+
     def _drop(self, job: Job, failure: RolloutError) -> None:
         """End a job of which one request failed, with all of its other requests."""
         running = [s.request for s in job.sequences if s.request in self._live]
-        self._engine.abort_request(running)
+        self._abort(running)
         for request in running:
             del self._live[request]
         self._finish(job, failure)
 
     def _stop(self, job: Job) -> None:
         running = [s for s in job.sequences if s.reason is None and s.request in self._live]
-        self._engine.abort_request([s.request for s in running])
+        self._abort([s.request for s in running])
         for sequence in running:
             sequence.reason = "abort"
             del self._live[sequence.request]
         self._end_if_over(job)
 
     def _receive(self, output: Any) -> None:
-        log_probs = None if self._held is None else self._held.take_log_probs(output.request_id)
+        held = self._held
+        log_probs = None if held is None else held.take_log_probs(output.request_id)
         # It was aborted while it was computed.
         if output.request_id not in self._live:
             return

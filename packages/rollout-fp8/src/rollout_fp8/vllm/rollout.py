@@ -534,7 +534,7 @@ class VllmRollout:
 
     def _reach(self, adapter: ExpectedAdapter | None) -> None:
         salted = self._in_flight and self.options.kv_cache_in_flight == "keep"
-        # The experts of each token come with it.
+        # vLLM reports a token's experts in the output of its step.
         held = None if self._plan.routed_experts else hold_outputs(self._engine)
         self._stepper = Stepper(self._engine, self._plan.device, salted=salted, held=held)
         if not self._plan.in_process:
