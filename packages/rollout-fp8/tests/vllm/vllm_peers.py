@@ -619,7 +619,7 @@ def held_and_streamed(model: str) -> tuple[list[Any], list[Any], list[int], int]
         seen.clear()
         # The seeds of a draw follow the prompt and its number among the equal ones.
         streamed = [
-            one for prompt in PROMPTS for one in rollout.submit(prompt, SAMPLED).result(120)
+            one for prompt in PROMPTS for one in rollout.submit(prompt, SAMPLED).result(600)
         ]
         counts.append(sum(seen))
         left = len(held._held) + len(held._ended)
