@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,11 @@ from engine_api.registry import Resolution
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
+from engine_torch.compiling import compile_blocks, recompute_compiled, refuse_kept
 from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
     GatherScales,
-    compile_blocks,
     in_bfloat16,
     warn_uncompiled,
 )
@@ -85,6 +86,9 @@ class FSDPEngine(DTensorEngine):
         super().__init__(config, resolution=resolution)
         if self.options.balance_loss:
             check_balanced(config)
+        kept = getattr(self.options, "kept_activations", 0.0)
+        if kept and not (config.memory.compile and config.memory.recompute == "full"):
+            refuse_kept(kept, "compiled blocks that recompute read it alone")
 
     # --- building ------------------------------------------------------------------------------
 
@@ -196,12 +200,20 @@ class FSDPEngine(DTensorEngine):
         return gather
 
     def _compile(self) -> None:
-        mode = self.options.compile_mode
-        if self._float8:
-            compile_blocks(self._blocks, self.options.float8_recipe, mode)
-            return
-        for block in self._blocks:
-            block.compile(mode=mode)
+        options = self.options
+        within: list[nn.Module] = []
+        if self.config.memory.recompute == "full":
+            within = recompute_compiled(self._blocks)
+            if options.kept_activations and not within:
+                refuse_kept(
+                    options.kept_activations,
+                    f"no block of {type(self.module.lm).__name__} recomputes in compiled code: they "
+                    "hold experts or layers that carry a state, or recompute in the family's loop",
+                )
+        rowwise = self._float8 and options.float8_recipe == "rowwise"
+        compile_these = partial(compile_blocks, mode=options.compile_mode, rounds_casts=rowwise)
+        compile_these(within, kept=options.kept_activations)
+        compile_these(block for block in self._blocks if block not in within)
 
     def build_model(self) -> BuiltModel:
         """Build the model on this rank, without sharding it.

@@ -57,10 +57,25 @@ class FSDPOptions(Float8Options, SharedOptions):
     compile_mode: str = "default"
     """Mode of torch.compile for each block, used when ``memory.compile`` is on."""
 
+    kept_activations: float = 0.0
+    """Share of a block's activations, from 0 to below 1, that ``memory.recompute: full`` keeps for
+    the backward pass where blocks are compiled.
+
+    They are those that would take the most operations for their bytes, and the others are computed
+    again. A share of 0.2 saves about half of that time. It is for dense blocks: those with experts
+    or with layers that carry a state from token to token compute everything again.
+    """
+
     def __post_init__(self) -> None:
         # Slots give the class another identity, which super() without arguments does not know.
         SharedOptions.__post_init__(self)
         Float8Options.__post_init__(self)
+        if not 0 <= self.kept_activations < 1:
+            raise ConfigError(
+                "options.kept_activations",
+                f"expected a share from 0 to below 1, got {self.kept_activations:g}",
+                remedy="give such a share; memory.recompute: none keeps all",
+            )
         if self.compile_mode not in _COMPILE_MODES:
             raise ConfigError(
                 "options.compile_mode",

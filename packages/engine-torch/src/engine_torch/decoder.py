@@ -25,9 +25,10 @@ from engine_api.hf_names import Piece
 from engine_api.registry import Resolution
 from engine_torch import lora
 from engine_torch.boxes import local_of
+from engine_torch.compiling import compile_blocks
 from engine_torch.context import CONTEXT_KERNELS
 from engine_torch.engine import DTensorEngine
-from engine_torch.float8 import compile_blocks, warn_uncompiled
+from engine_torch.float8 import warn_uncompiled
 from engine_torch.float8_layers import refuse_divided
 from engine_torch.head import VocabularyShard
 from engine_torch.inputs import PackedInputs, pack_inputs
@@ -234,7 +235,8 @@ class DecoderEngine(DTensorEngine):
     def _compile(self, built: BuiltDecoder) -> None:
         """Compile each block, or what it recomputes where it holds experts."""
         if self._float8:
-            compile_blocks(built.blocks, self.options.float8_recipe)
+            rowwise = self.options.float8_recipe == "rowwise"
+            compile_blocks(built.blocks, rounds_casts=rowwise)
             return
         for block in built.blocks:
             has_experts = not set(built.experts).isdisjoint(block.modules())

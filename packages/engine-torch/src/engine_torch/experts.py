@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from engine_api.errors import ConfigError, UnsupportedCapability
 
-__all__ = ["spread_experts"]
+__all__ = ["are_experts", "spread_experts"]
 
 
 def spread_experts(
@@ -44,7 +44,7 @@ def spread_experts(
         UnsupportedCapability: the experts are computed in a way that is not known.
     """
     ranks = mesh.size()
-    found = [module for name, module in lm.named_modules() if _are_experts(name, module)]
+    found = [module for name, module in lm.named_modules() if are_experts(name, module)]
     if not found:
         raise ConfigError(
             "parallelism.ep",
@@ -58,7 +58,7 @@ def spread_experts(
     return found
 
 
-def _are_experts(name: str, module: nn.Module) -> bool:
+def are_experts(name: str, module: nn.Module) -> bool:
     """Return whether a module holds the weights of a layer's experts."""
     named = name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
     return named and any(True for _ in module.parameters())

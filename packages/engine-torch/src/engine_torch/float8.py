@@ -28,7 +28,6 @@ __all__ = [
     "GatherScales",
     "check_float8",
     "check_sides",
-    "compile_blocks",
     "compute_in_bfloat16",
     "in_bfloat16",
     "load_settings",
@@ -159,23 +158,6 @@ def load_settings(recipe: str, *, emulate: bool) -> Any:
 def load_torchao() -> Any:
     """Return torchao's module of FP8, an extra that not every environment has."""
     return importlib.import_module("torchao.float8")
-
-
-def compile_blocks(blocks: Iterable[nn.Module], recipe: str, mode: str = "default") -> None:
-    """Compile each block, with the rounding between operators that scales by row need.
-
-    Inductor leaves out casts to bfloat16 inside of a kernel. The scale of a row would then be that
-    of other numbers than those that are cast (pytorch/pytorch#150859); torchtitan sets the same
-    for the whole process.
-    """
-    # Importing the compiler takes seconds.
-    from torch._inductor import list_mode_options
-
-    options = dict(list_mode_options(mode))
-    if recipe == "rowwise":
-        options["emulate_precision_casts"] = True
-    for block in blocks:
-        block.compile(options=options)
 
 
 def warn_uncompiled(log: logging.Logger) -> None:

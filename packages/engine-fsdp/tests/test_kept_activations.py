@@ -1,0 +1,189 @@
+"""Blocks that recompute within their compiled code, and the activations that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiling import ignore_reads_of_compile
+from tested_device import DEVICE, NEAR
+from tiny_models import tiny_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from engine_api import (
+    Batch,
+    EngineConfig,
+    EngineRegistry,
+    LoraConfig,
+    Memory,
+    ModelSource,
+    OptimizerConfig,
+    sft_loss,
+)
+from engine_api.errors import ConfigError
+
+pytestmark = ignore_reads_of_compile
+
+Folder = Callable[[str], Path]
+FULL = Memory(max_tokens=64, recompute="full", compile=True)
+# Families of dense blocks with norms, windows, biases and gates of their own.
+DENSE = ["qwen3", "gemma3_text", "glm4"]
+# Weights in float32 that move far lose few digits of their gradient.
+RATE = 64.0
+SGD = OptimizerConfig(name="torch.optim.SGD", lr=RATE, clip_norm=None)
+PRODUCTS = ("aten::mm", "aten::addmm")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.getbasetemp() / f"kept-{name}"
+        if not folder.exists():
+            tiny_model(name).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled() -> None:
+    """Forget the code of earlier tests: torch compiles a function a few times only."""
+    torch.compiler.reset()
+
+
+def make(folder: Path, **changes: Any) -> Any:
+    options = {"verify_model": False, **changes.pop("options", {})}
+    settings = {"optimizer": OptimizerConfig(lr=1e-2), "memory": FULL} | changes
+    engine = EngineRegistry.create(
+        model_type="language_model",
+        backend="fsdp2",
+        device=DEVICE,
+        config=EngineConfig(model=ModelSource(path=str(folder)), options=options, **settings),
+    )
+    engine.initialize()
+    return engine
+
+
+def texts(*lengths: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    return Batch.pack(
+        [
+            {
+                "input_ids": torch.randint(3, 60, (length,), generator=generator),
+                "loss_weight": torch.tensor([0.0] + [1.0] * (length - 1)),
+            }
+            for length in lengths
+        ]
+    )
+
+
+def find_gradients(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """Return the gradient of packs whose numbers of tokens differ, by the key of the weight."""
+    engine = make(folder, optimizer=SGD, **changes)
+    before = {key: one.double() for key, (one, _) in engine.state_shards().items()}
+    for lengths in ((9, 14, 5, 20), (7, 30, 22), (12, 12)):
+        engine.forward_backward(texts(*lengths), sft_loss)
+    engine.optimizer_step()
+    after = {key: one.double() for key, (one, _) in engine.state_shards().items()}
+    engine.close()
+    return {key: (one - after[key]) / RATE for key, one in before.items()}
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, exact in expected.items():
+        near = NEAR * float(exact.abs().max())
+        torch.testing.assert_close(found[key], exact, rtol=0, atol=near, msg=key)
+    assert any(one.any() for one in expected.values())
+
+
+def measure(folder: Path, **changes: Any) -> tuple[int, int]:
+    """Return bytes that the blocks keep, and matrix products of a step."""
+    engine = make(folder, **changes)
+    batch = texts(30, 30)
+    engine.train_batch(batch, sft_loss)
+    weights = {one.untyped_storage().data_ptr() for one in engine.module.parameters()}
+    kept: dict[int, int] = {}
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(see, lambda tensor: tensor):
+        engine.train_batch(batch, sft_loss)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        engine.train_batch(batch, sft_loss)
+    engine.close()
+    products = sum(one.count for one in recorded.key_averages() if one.key in PRODUCTS)
+    return sum(kept.values()), products
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_is_kept_changes_no_gradient(folder_of: Folder, name: str) -> None:
+    folder = folder_of(name)
+    expected = find_gradients(folder, memory=Memory(max_tokens=64))
+    for kept in (0.0, 0.4):
+        check_equal(find_gradients(folder, options={"kept_activations": kept}), expected)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_the_code_of_a_dense_block_is_compiled_as_a_whole(folder_of: Folder, name: str) -> None:
+    """What lies between the parts of a divided block would be kept."""
+    torch._dynamo.utils.counters.clear()
+    engine = make(folder_of(name))
+    engine.train_batch(texts(30, 30), sft_loss)
+    engine.close()
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_kept_activations_save_products(folder_of: Folder) -> None:
+    folder = folder_of("qwen3")
+    layers = 2
+    _, plain = measure(folder, memory=Memory(max_tokens=64, compile=True))
+    least, most = measure(folder)
+    # Of the seven products of a block the backward pass reads the results of six.
+    assert most - plain == 6 * layers
+    fewer = [measure(folder, options={"kept_activations": kept}) for kept in (0.3, 0.6)]
+    sizes = [least, *(size for size, _ in fewer)]
+    counts = [most, *(count for _, count in fewer), plain]
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) == len(sizes)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[1] < most
+
+
+def test_with_adapters_it_computes_the_same(folder_of: Folder) -> None:
+    adapter = LoraConfig(rank=4, target_modules=["q_proj", "up_proj"])
+    expected = find_gradients(folder_of("qwen3"), memory=Memory(max_tokens=64), lora=adapter)
+    kept = {"kept_activations": 0.3}
+    check_equal(find_gradients(folder_of("qwen3"), lora=adapter, options=kept), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_blocks_of_experts_and_states_recompute_as_a_whole(folder_of: Folder, name: str) -> None:
+    engine = make(folder_of(name))
+    assert all(block.gradient_checkpointing for block in engine._blocks)
+    engine.close()
+    with pytest.raises(ConfigError, match="options.kept_activations: expected 0, got 0.2") as caught:
+        make(folder_of(name), options={"kept_activations": 0.2})
+    assert "experts" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "memory", [Memory(), Memory(compile=True), Memory(recompute="full")], ids=str
+)
+def test_a_share_that_nothing_reads_is_refused(folder_of: Folder, memory: Memory) -> None:
+    with pytest.raises(ConfigError, match="options.kept_activations: expected 0, got 0.2"):
+        make(folder_of("qwen3"), memory=memory, options={"kept_activations": 0.2})
+
+
+@pytest.mark.parametrize("kept", [-0.1, 1.0, 2.0])
+def test_no_share_is_refused(folder_of: Folder, kept: float) -> None:
+    with pytest.raises(ConfigError, match="expected a share from 0 to below 1"):
+        make(folder_of("qwen3"), options={"kept_activations": kept})
