@@ -28,7 +28,9 @@ from engine_api.errors import ConfigError
 
 pytestmark = [
     ignore_reads_of_compile,
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    # Inductor warns of both on a GPU, in code that it compiles for float32.
+    pytest.mark.filterwarnings(r"ignore:\s*TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled:UserWarning"),
 ]
 
 Folder = Callable[[str], Path]
@@ -144,6 +146,7 @@ def test_the_code_of_a_dense_block_is_compiled_as_a_whole(folder_of: Folder, nam
     torch._dynamo.utils.counters.clear()
     engine = make(folder_of(name))
     engine.train_batch(texts(30, 30), sft_loss)
+    assert engine.resolved()["memory.recompute"] == "full"
     engine.close()
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -171,22 +174,25 @@ def test_with_adapters_it_computes_the_same(folder_of: Folder) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
-def test_blocks_of_experts_and_states_recompute_as_a_whole(folder_of: Folder, name: str) -> None:
+def test_blocks_of_experts_and_states_recompute_as_a_whole(
+    folder_of: Folder, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     # A GPU would need kernels for states.
-    engine = make(folder_of(name), device="cpu")
+    engine = make(folder_of(name), device="cpu", options={"kept_activations": 0.2})
     assert all(block.gradient_checkpointing for block in engine._blocks)
     engine.close()
-    with pytest.raises(ConfigError, match="options.kept_activations: expected 0, got 0.2") as caught:
-        make(folder_of(name), device="cpu", options={"kept_activations": 0.2})
-    assert "experts" in caught.value.why
+    assert "options.kept_activations is 0.2, but the blocks of Qwen3" in caplog.text
 
 
 @pytest.mark.parametrize(
     "memory", [Memory(), Memory(compile=True), Memory(recompute="full")], ids=str
 )
 def test_a_share_that_nothing_reads_is_refused(folder_of: Folder, memory: Memory) -> None:
-    with pytest.raises(ConfigError, match="options.kept_activations: expected 0, got 0.2"):
-        make(folder_of("qwen3"), memory=memory, options={"kept_activations": 0.2})
+    kept = {"kept_activations": 0.2}
+    with pytest.raises(ConfigError, match=r"options.kept_activations: expected 0 .* got 0.2"):
+        make(folder_of("qwen3"), memory=memory, options=kept)
+    # Without a backward pass there is nothing to keep.
+    make(folder_of("qwen3"), memory=memory, options=kept, optimizer=None).close()
 
 
 @pytest.mark.parametrize("kept", [-0.1, 1.0, 2.0])

@@ -110,35 +110,6 @@ def test_a_ranks_tokens_are_padded_to_what_float8_takes(multiple: int, rounded: 
     assert float8.round_up(multiple) == rounded
 
 
-class Compiled(torch.nn.Module):
-    """A block that keeps the arguments of its compilation."""
-
-    def compile(self, **given: Any) -> None:
-        """Keep the arguments."""
-        self.given = given
-
-
-@pytest.mark.parametrize(
-    ("recipe", "mode", "options"),
-    [
-        ("rowwise", "default", {"emulate_precision_casts": True}),
-        (
-            "rowwise",
-            "reduce-overhead",
-            {"emulate_precision_casts": True, "triton.cudagraphs": True},
-        ),
-        ("tensorwise", "default", {}),
-        ("tensorwise", "reduce-overhead", {"triton.cudagraphs": True}),
-    ],
-)
-def test_scales_by_row_are_compiled_with_their_rounding(
-    recipe: str, mode: str, options: dict[str, bool]
-) -> None:
-    block = Compiled()
-    float8.compile_blocks([block], recipe, mode)
-    assert block.given == {"options": options}
-
-
 def test_an_unknown_recipe_is_refused_with_the_near_ones() -> None:
     with pytest.raises(ConfigError, match="got 'rowise'") as caught:
         Float8Options(float8_recipe="rowise")

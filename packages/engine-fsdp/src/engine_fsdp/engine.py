@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from engine_api.registry import Resolution
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
-from engine_torch.compiling import compile_blocks, recompute_compiled, refuse_kept
+from engine_torch.compiling import check_kept, compile_blocks, recompute_compiled
 from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
@@ -82,13 +82,15 @@ class FSDPEngine(DTensorEngine):
     _scales: GatherScales | None = None
     """Scales of the weights that are gathered in FP8, or None for none."""
 
+    _within: Sequence[nn.Module] = ()
+    """Blocks whose compiled code computes their activations again."""
+
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
         if self.options.balance_loss:
             check_balanced(config)
-        kept = getattr(self.options, "kept_activations", 0.0)
-        if kept and not (config.memory.compile and config.memory.recompute == "full"):
-            refuse_kept(kept, "compiled blocks that recompute read it alone")
+        if isinstance(self.options, FSDPOptions):
+            check_kept(self.options.kept_activations, config)
 
     # --- building ------------------------------------------------------------------------------
 
@@ -201,19 +203,19 @@ class FSDPEngine(DTensorEngine):
 
     def _compile(self) -> None:
         options = self.options
-        within: list[nn.Module] = []
-        if self.config.memory.recompute == "full":
-            within = recompute_compiled(self._blocks)
-            if options.kept_activations and not within:
-                refuse_kept(
-                    options.kept_activations,
-                    f"no block of {type(self.module.lm).__name__} recomputes in compiled code: they "
-                    "hold experts or layers that carry a state, or recompute in the family's loop",
-                )
         rowwise = self._float8 and options.float8_recipe == "rowwise"
         compile_these = partial(compile_blocks, mode=options.compile_mode, rounds_casts=rowwise)
-        compile_these(within, kept=options.kept_activations)
-        compile_these(block for block in self._blocks if block not in within)
+        if self.config.memory.recompute == "full":
+            self._within = recompute_compiled(self._blocks)
+            compile_these(self._within, kept=options.kept_activations)
+            if options.kept_activations and not self._within and self.comm.rank == 0:
+                log.warning(
+                    "options.kept_activations is %g, but the blocks of %s keep none: they hold "
+                    "experts or layers that carry a state, or recompute in code of the family",
+                    options.kept_activations,
+                    type(self.module.lm).__name__,
+                )
+        compile_these(block for block in self._blocks if block not in self._within)
 
     def build_model(self) -> BuiltModel:
         """Build the model on this rank, without sharding it.
@@ -246,7 +248,7 @@ class FSDPEngine(DTensorEngine):
             **super()._choices(),
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
-            "memory.recompute": "full" if is_recomputing_blocks(lm) else "none",
+            "memory.recompute": "full" if self._within or is_recomputing_blocks(lm) else "none",
             "memory.compile": compiled,
             "memory.logit_chunk": self.module.logit_chunk,
         }

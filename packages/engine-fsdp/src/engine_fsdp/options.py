@@ -62,8 +62,9 @@ class FSDPOptions(Float8Options, SharedOptions):
     the backward pass where blocks are compiled.
 
     They are those that would take the most operations for their bytes, and the others are computed
-    again. A share of 0.2 saves about half of that time. It is for dense blocks: those with experts
-    or with layers that carry a state from token to token compute everything again.
+    again. The trainer chooses the share where it chooses ``full``, so that the memory is used. It
+    is for dense blocks: those with experts or with layers that carry a state from token to token
+    compute everything again.
     """
 
     def __post_init__(self) -> None:

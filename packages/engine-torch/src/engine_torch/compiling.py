@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_torch.experts import are_experts
 from engine_torch.mixers import find_mixers
 
-__all__ = ["compile_blocks", "recompute_compiled", "refuse_kept"]
+__all__ = ["check_kept", "compile_blocks", "recompute_compiled"]
 
 
 def compile_blocks(
@@ -45,7 +46,7 @@ def compile_blocks(
         block.compile(**how)
 
 
-def recompute_compiled(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+def recompute_compiled(blocks: Iterable[Any]) -> list[nn.Module]:
     """Return those of a transformers model's blocks whose compiled code is to recompute itself.
 
     They no longer recompute as a whole, which would compute everything again: also the result of a
@@ -58,7 +59,9 @@ def recompute_compiled(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     for block in blocks:
-        is_split = find_mixers(block) or any(are_experts(*one) for one in block.named_modules())
+        is_split = find_mixers(block) or any(
+            are_experts(name, module) for name, module in block.named_modules()
+        )
         # Families with code of their own recompute in the loop over the blocks.
         if getattr(block, "gradient_checkpointing", False) and not is_split:
             block.gradient_checkpointing = False
@@ -66,20 +69,22 @@ def recompute_compiled(blocks: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def refuse_kept(kept: float, why: str) -> None:
-    """Raise ``ConfigError`` for a share of kept activations that no block would read.
+def check_kept(kept: float, config: EngineConfig) -> None:
+    """Raise ``ConfigError`` for a share of kept activations that no backward pass would read.
 
     Args:
         kept: value of ``options.kept_activations``.
-        why: reason why no block reads it.
+        config: the engine's configuration.
     """
-    raise ConfigError(
-        "options.kept_activations",
-        f"expected 0, got {kept:g}",
-        why=why,
-        remedy="leave kept_activations out, or set memory.recompute: full and memory.compile: true "
-        "for a model of dense blocks",
-    )
+    memory = config.memory
+    if kept and config.optimizer and not (memory.compile and memory.recompute == "full"):
+        raise ConfigError(
+            "options.kept_activations",
+            f"expected 0 with memory.recompute: {memory.recompute} and memory.compile: "
+            f"{str(memory.compile).lower()}, got {kept:g}",
+            why="compiled blocks alone recompute some of their activations and keep the others",
+            remedy="set memory.recompute: full and memory.compile: true, or leave it out",
+        )
 
 
 class _Recomputing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial

@@ -106,14 +106,18 @@ def test_a_vllm_that_reports_log_probs_in_another_way_is_refused(held: HeldOutpu
 def test_completions_are_those_that_stream(root: Any) -> None:
     """Each is processed once where it is read at its end, and at each of its steps if it streams.
 
-    Draws have seeds, and bits are the same.
+    Draws have seeds. On a CPU bits are the same. A GPU adds up in another order for another size of
+    the batch.
     """
     target = Target(backend="vllm", device=DEVICE, root=root, rollout=True)
     said = get_pool(1, device=DEVICE).run(
         "vllm_peers:held_and_streamed", deadline=240, model=str(rollout_model(target))
     )[0]
     together, streamed, counts, left = said
-    assert together == streamed
+    near = 0.0 if DEVICE == "cpu" else 1e-4
+    for (tokens, log_probs), (streamed_tokens, others) in zip(together, streamed, strict=True):
+        assert tokens == streamed_tokens
+        assert log_probs == pytest.approx(others, rel=0, abs=near)
     number = len(peers.PROMPTS) * peers.SAMPLED.n
     tokens = sum(len(one) for one, _ in together)
     assert counts == [number, tokens]

@@ -108,15 +108,20 @@ class Launcher:
         servers: tuple[str, ...] = ("vllm",),
         lacks: frozenset[Capability] = frozenset(),
         others: dict[str, frozenset[Capability]] | None = None,
+        options: frozenset[str] = frozenset(),
     ) -> None:
         self.device = device
         self.measured = 0
         self.free = [FreeMemory(device=f"gpu{n}", free=int(free)) for n in range(ranks)]
         self.rollouts = {"local": LOCAL} | {name: SERVERS[name] for name in servers}
         self.capabilities = {"fsdp2": FSDP - lacks} | (others or {})
+        self.options = {"fsdp2": options}
 
     def resolve(self, section: Any, other: Any = None) -> tuple[str, frozenset[Capability]]:
         return self.device, self.capabilities[section.backend]
+
+    def list_options(self, section: Any) -> frozenset[str]:
+        return self.options.get(section.backend, frozenset())
 
     def free_memory(self, device: str) -> list[FreeMemory]:
         self.measured += 1
@@ -224,6 +229,70 @@ def test_activations_are_recomputed_where_they_do_not_fit(
     config = configure(SFTConfig, folder, DPO, memory={"max_tokens": tokens})
     _, choices = choose(config, Launcher("cuda", free=free * GIB))
     assert choices["engine.memory.recompute"] == want
+
+
+KEEPS = frozenset({"kept_activations"})
+
+
+# 35.9 GiB are needed without recomputation and 16.5 with it, of nine tenths of what is free.
+@pytest.mark.parametrize(
+    ("free", "want"),
+    [(18, None), (19, None), (20, 0.05), (21, 0.1), (30, 0.5), (39, 0.95), (40, None)],
+)
+def test_a_share_of_what_is_recomputed_is_kept_where_it_fits(
+    folder: Path, free: int, want: float | None
+) -> None:
+    config = configure(SFTConfig, folder, DPO)
+    launcher = Launcher("cuda", free=free * GIB, options=KEEPS)
+    settled, choices = choose(config, launcher)
+    assert choices.get("engine.options.kept_activations") == want
+    assert settled.engine.options == ({} if want is None else {"kept_activations": want})
+
+
+@pytest.mark.parametrize(
+    ("engine", "launched"),
+    [
+        ({"options": {"kept_activations": 0.0}}, {}),
+        ({"memory": {"recompute": "full"}}, {}),
+        ({"memory": {"compile": False}}, {}),
+        ({}, {"options": frozenset()}),
+        ({}, {"lacks": frozenset({Capability.RECOMPUTE})}),
+    ],
+    ids=["explicit", "recompute explicit", "not compiled", "no option", "no recomputation"],
+)
+def test_no_share_is_chosen_in_place_of_a_value_or_without_the_option(
+    folder: Path, engine: dict[str, Any], launched: dict[str, Any]
+) -> None:
+    config = configure(SFTConfig, folder, DPO, **engine)
+    settled, choices = choose(
+        config, Launcher("cuda", **{"free": 30 * GIB, "options": KEEPS} | launched)
+    )
+    assert "engine.options.kept_activations" not in choices
+    assert settled.engine.options == config.engine.options
+
+
+def test_a_share_is_kept_by_a_run_that_continues(folder: Path) -> None:
+    config = configure(SFTConfig, folder, DPO)
+    first, _ = settle(config, Launcher("cuda", free=30 * GIB, options=KEEPS))
+    kept, choices = keep(config, flatten(to_plain(first)), "step-000007")
+    assert kept == first
+    assert "engine.options.kept_activations=0.5 (as in step-000007)" in map(str, choices)
+    roomy = Launcher("cuda", options=KEEPS)
+    check_kept(kept, choices, roomy)
+    assert settle(kept, roomy) == (first, [])
+
+
+def test_a_critic_has_a_share_of_its_own(folder: Path) -> None:
+    """The options of an engine of the same backend are the policy's, unless they are given."""
+    tree = RL | {"algorithm": {"advantage": "gae"}, "rollout": {"name": "local"}}
+    tree["algorithm"]["critic"] = {"memory": {"recompute": "full"}}
+    config = configure(RLConfig, folder, tree)
+    settled, choices = choose(config, Launcher("cuda", free=42 * GIB, options=KEEPS))
+    assert choices["engine.options.kept_activations"] > 0
+    critic = settled.algorithm.critic
+    assert critic.engine(settled.engine).options == {}
+    again, choices = choose(from_tree(RLConfig, to_plain(settled)), Launcher("cuda"))
+    assert (again, choices) == (settled, {})
 
 
 @pytest.mark.parametrize(

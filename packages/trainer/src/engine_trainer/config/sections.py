@@ -83,7 +83,8 @@ class MemorySection(Memory):
     pass, ``none`` keeps them.
 
     ``auto`` is ``none`` where the estimated memory of ``max_tokens`` tokens fits into the device's
-    free memory, and ``full`` elsewhere. On a CPU it is ``none``.
+    free memory, and ``full`` elsewhere, where compiled blocks of an engine with the option
+    ``kept_activations`` keep the share that fits. On a CPU it is ``none``.
     """
 
     compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]

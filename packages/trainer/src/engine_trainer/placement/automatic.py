@@ -54,6 +54,12 @@ _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
     ("decay", "matrices"): (Capability.PARAMETER_GROUPS, "all"),
 }
 
+# The option of an engine that keeps a share of the activations of ``recompute: full``.
+_KEPT = "kept_activations"
+
+# Shares are multiples of this.
+_KEPT_STEP = 0.05
+
 # The parts of an engine's section that have values that may be auto.
 _PARTS = ("precision", "memory", "optimizer")
 
@@ -78,11 +84,13 @@ class Surroundings:
     Attributes:
         device: type of the engine's device.
         capabilities: what the engine declares.
+        options: names of the engine's own options; empty on a CPU.
         free: free memory of each rank's device; empty on a CPU.
     """
 
     device: str
     capabilities: frozenset[Capability]
+    options: frozenset[str] = frozenset()
     free: Sequence[FreeMemory] = ()
 
 
@@ -111,7 +119,8 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     for prefix, section in _sections(config).items():
         with named_below(prefix):
             _, own = launcher.resolve(section)
-            surroundings = replace(around, capabilities=own)
+            options = launcher.list_options(section) if around.free else frozenset[str]()
+            surroundings = replace(around, capabilities=own, options=options)
             settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
         choices += found
     return _replaced(config, settled, rollout), choices
@@ -143,6 +152,9 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
         parts: dict[str, Any] = {part: getattr(section, part) for part in _PARTS}
         for part, name, key in _list_automatic(section, prefix):
             parts[part] = replace(parts[part], **{name: find(key)})
+        option = f"{prefix}.options.{_KEPT}"
+        if section.memory.recompute == AUTO and _KEPT not in section.options and option in before:
+            parts["options"] = {**section.options, _KEPT: find(option)}
         sections[prefix] = replace(section, **parts)
     return _replaced(config, sections, rollout), kept
 
@@ -233,18 +245,24 @@ def _replaced(
 ) -> Config:
     """Return the configuration with the settled parts of ``sections``, and the rollout."""
     parts = {key: {part: getattr(one, part) for part in _PARTS} for key, one in sections.items()}
-    changed: dict[str, Any] = {"engine": replace(config.engine, **parts["engine"])}
+    options = sections["engine"].options
+    engine = replace(config.engine, **parts["engine"], options=options)
+    changed: dict[str, Any] = {"engine": engine}
     if rollout is not None:
         changed["rollout"] = rollout
     if isinstance(config, RLConfig):
         algorithm = config.algorithm
         critic, teacher = algorithm.critic, algorithm.teacher
         if critic is not None:
-            algorithm = replace(algorithm, critic=replace(critic, **parts["algorithm.critic"]))
+            critic = replace(critic, **parts["algorithm.critic"])
+            own = sections["algorithm.critic"].options
+            if critic.engine(engine).options != own:
+                critic = replace(critic, options=own)
+            algorithm = replace(algorithm, critic=critic)
         if teacher is not None and teacher.engine is not None:
             settled = parts["algorithm.teacher.engine"]
-            own = replace(teacher.engine, precision=settled["precision"], memory=settled["memory"])
-            algorithm = replace(algorithm, teacher=replace(teacher, engine=own))
+            same = replace(teacher.engine, precision=settled["precision"], memory=settled["memory"])
+            algorithm = replace(algorithm, teacher=replace(teacher, engine=same))
         changed["algorithm"] = algorithm
     return replace(config, **changed)
 
@@ -341,6 +359,10 @@ def _settle_engine(
     if section.memory.recompute == AUTO:
         choose("recompute", *_choose_recompute(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
+        share, why = _choose_kept(section, around, config, rollout, text)
+        if share:
+            choices.append(Choice(key=f"engine.options.{_KEPT}", value=share, why=why))
+            section = replace(section, options={**section.options, _KEPT: share})
     optimizer = section.optimizer
     if optimizer is not None and optimizer.decay == AUTO:
         choices.append(_choose_decay(optimizer.weight_decay, around.capabilities))
@@ -459,6 +481,35 @@ def _choose_recompute(
     need = _needed_bytes(section, around, config, rollout, decoder)
     what = f"needs {need / GIB:.1f} GiB without it, {usable / GIB:.1f} GiB are usable"
     return ("none" if need <= usable else "full"), what
+
+
+def _choose_kept(
+    section: EngineSection,
+    around: Surroundings,
+    config: Config,
+    rollout: RolloutSection | None,
+    text: Any,
+) -> tuple[float, str]:
+    """Return the share of activations that fits beside ``recompute: full``, 0 where none is kept.
+
+    It is for compiled blocks of an engine that has the option, and never changes an explicit one.
+    """
+    memory = section.memory
+    decoder = None if text is None else Decoder.of(text)
+    kept = memory.compile is True and _KEPT in around.options and _KEPT not in section.options
+    stays = rollout is not None and _stays_awake_colocated(config, rollout)
+    if memory.recompute != "full" or decoder is None or stays or not kept:
+        return 0.0, ""
+    usable = _usable_bytes(around)
+    full = _needed_bytes(section, around, config, rollout, decoder)
+    if full >= usable:
+        return 0.0, ""
+    without = replace(section, memory=replace(memory, recompute="none"))
+    # More than the room, or nothing would be recomputed.
+    every = _needed_bytes(without, around, config, rollout, decoder) - full
+    share = round(int((usable - full) / every / _KEPT_STEP) * _KEPT_STEP, 2)
+    need = full + share * every
+    return share, f"needs {need / GIB:.1f} GiB with it, {usable / GIB:.1f} GiB are usable"
 
 
 def _longest_documents(config: Config) -> int:

@@ -215,6 +215,13 @@ class Launcher(Protocol):
         """
         ...
 
+    def list_options(self, section: EngineSection) -> frozenset[str]:
+        """Return the names of the options that the engine has, where it will run.
+
+        Raises ``PluginError``.
+        """
+        ...
+
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Return the free memory of each rank of the engines, before any is built."""
         ...

@@ -44,7 +44,7 @@ from engine_trainer.placement.replica import (
 )
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.telemetry.profiling import Trace
-from engine_trainer.utils.plugins import find_capabilities
+from engine_trainer.utils.plugins import find_capabilities, list_options
 
 if TYPE_CHECKING:
     import torch
@@ -263,6 +263,11 @@ class Spmd:
                 )
         with named_below(POLICY):
             return found.device, find_capabilities(found.plugin, found.source, section.options)
+
+    def list_options(self, section: EngineSection) -> frozenset[str]:
+        """See ``Launcher``."""
+        found = _resolve(section)
+        return list_options(found.plugin, found.source)
 
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Return what each rank has free (see ``Launcher``)."""

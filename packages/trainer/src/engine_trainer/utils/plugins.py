@@ -1,7 +1,8 @@
-"""The capabilities of an engine with the options that a run gives it."""
+"""The options of an engine, and its capabilities with those that a run gives it."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from engine_api.capabilities import Capability
@@ -26,3 +27,17 @@ def find_capabilities(plugin: EnginePlugin, source: str, options: Any) -> frozen
         return plugin.capabilities
     built = build_options(options, import_target(plugin.options, source))
     return plugin.capabilities - getattr(built, "excluded", frozenset())
+
+
+def list_options(plugin: EnginePlugin, source: str) -> frozenset[str]:
+    """Return the names of an engine's own options.
+
+    Args:
+        plugin: the engine's descriptor.
+        source: the package that it comes from, for an error.
+
+    Raises ``PluginLoadError``.
+    """
+    if plugin.options is None:
+        return frozenset()
+    return frozenset(one.name for one in fields(import_target(plugin.options, source)))

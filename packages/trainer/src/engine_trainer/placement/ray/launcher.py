@@ -70,6 +70,12 @@ class OnRay:
         )[0].value
         return found
 
+    def list_options(self, section: EngineSection) -> frozenset[str]:
+        """Ask the first worker (see ``Launcher``)."""
+        pool = self._engine_pool()
+        found: frozenset[str] = pool.finish([pool.start(0, "list_options", section)])[0].value
+        return found
+
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Ask the workers of the engines (see ``Launcher``)."""
         return self._engine_pool().call_all("free_memory", device)

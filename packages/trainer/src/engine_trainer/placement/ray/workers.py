@@ -113,6 +113,10 @@ class EngineWorker(Worker):
         """Resolve an engine on this worker alone (see ``Launcher.resolve``)."""
         return self.spmd.resolve(section, other)
 
+    def list_options(self, section: EngineSection) -> frozenset[str]:
+        """Return the names of an engine's options (see ``Launcher.list_options``)."""
+        return self.spmd.list_options(section)
+
     def make_engine(self, section: EngineSection, config: EngineConfig, device: str) -> Topology:
         """Build one more engine.
 
