@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from engine_api.registry import Resolution
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
-from engine_torch.compiling import check_kept, compile_blocks, recompute_compiled
+from engine_torch.compiling import check_kept, compile_blocks, recompute_in_code
 from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
@@ -82,8 +81,8 @@ class FSDPEngine(DTensorEngine):
     _scales: GatherScales | None = None
     """Scales of the weights that are gathered in FP8, or None for none."""
 
-    _within: Sequence[nn.Module] = ()
-    """Blocks whose compiled code computes their activations again."""
+    _recomputed: Sequence[nn.Module] = ()
+    """Blocks whose own code computes their activations again."""
 
     def __init__(self, config: EngineConfig, *, resolution: Resolution) -> None:
         super().__init__(config, resolution=resolution)
@@ -203,19 +202,22 @@ class FSDPEngine(DTensorEngine):
 
     def _compile(self) -> None:
         options = self.options
+        memory = self.config.memory
+        # Attention to shared prefixes runs outside of compiled code.
+        if memory.recompute == "full" and not memory.share_prefixes:
+            self._recomputed = recompute_in_code(self._blocks, options.kept_activations)
+        left = len(self._blocks) - len(self._recomputed)
+        if options.kept_activations and left and self.comm.rank == 0:
+            log.warning(
+                "options.kept_activations is %g, but %d of %d blocks keep nothing: they hold "
+                "experts, layers that carry a state or attention that is not compiled, or "
+                "recompute in code of their family",
+                options.kept_activations,
+                left,
+                len(self._blocks),
+            )
         rowwise = self._float8 and options.float8_recipe == "rowwise"
-        compile_these = partial(compile_blocks, mode=options.compile_mode, rounds_casts=rowwise)
-        if self.config.memory.recompute == "full":
-            self._within = recompute_compiled(self._blocks)
-            compile_these(self._within, kept=options.kept_activations)
-            if options.kept_activations and not self._within and self.comm.rank == 0:
-                log.warning(
-                    "options.kept_activations is %g, but the blocks of %s keep none: they hold "
-                    "experts or layers that carry a state, or recompute in code of the family",
-                    options.kept_activations,
-                    type(self.module.lm).__name__,
-                )
-        compile_these(block for block in self._blocks if block not in self._within)
+        compile_blocks(self._blocks, options.compile_mode, rounds_casts=rowwise)
 
     def build_model(self) -> BuiltModel:
         """Build the model on this rank, without sharding it.
@@ -248,7 +250,7 @@ class FSDPEngine(DTensorEngine):
             **super()._choices(),
             # The kernel depends on the micro-batch where two are as good.
             "model.attention": "cudnn or varlen" if self.kernel == "auto" else self.kernel,
-            "memory.recompute": "full" if self._within or is_recomputing_blocks(lm) else "none",
+            "memory.recompute": "full" if self._recomputed or is_recomputing_blocks(lm) else "none",
             "memory.compile": compiled,
             "memory.logit_chunk": self.module.logit_chunk,
         }

@@ -58,13 +58,14 @@ class FSDPOptions(Float8Options, SharedOptions):
     """Mode of torch.compile for each block, used when ``memory.compile`` is on."""
 
     kept_activations: float = 0.0
-    """Share of a block's activations, from 0 to below 1, that ``memory.recompute: full`` keeps for
-    the backward pass where blocks are compiled.
+    """Share of the results of a block's linear layers, from 0 to below 1, that
+    ``memory.recompute: full`` keeps for the backward pass where blocks are compiled.
 
-    They are those that would take the most operations for their bytes, and the others are computed
-    again. The trainer chooses the share where it chooses ``full``, so that the memory is used. It
-    is for dense blocks: those with experts or with layers that carry a state from token to token
-    compute everything again.
+    They are the first ones that fit, and everything else is computed again. The trainer chooses the
+    share where it chooses ``full``, so that free memory is used. The option is for dense blocks:
+    those with experts, with layers that carry a state from token to token, or with attention that
+    is not compiled (scores with a cap, heads wider than 256, shared prefixes) compute everything
+    again.
     """
 
     def __post_init__(self) -> None:

@@ -1,27 +1,39 @@
-"""Compiled blocks, and what they compute again in the backward pass."""
+"""Compiled blocks, and the activations that they compute again in the backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
 from engine_torch.experts import are_experts
 from engine_torch.mixers import find_mixers
 
-__all__ = ["check_kept", "compile_blocks", "recompute_compiled"]
+__all__ = ["check_kept", "compile_blocks", "recompute_in_code"]
+
+# Wider heads, and scores with a cap, run outside of compiled code.
+_COMPILED_WIDTH = 256
+
+# Products of matrices, with the place of the second matrix among their arguments.
+_PRODUCTS: dict[Any, int] = {
+    torch.ops.aten.mm.default: 1,
+    torch.ops.aten.addmm.default: 2,
+    torch.ops.aten._scaled_mm.default: 1,  # noqa: SLF001 - the name of the operator
+}
 
 
 def compile_blocks(
-    blocks: Iterable[nn.Module],
-    mode: str = "default",
-    *,
-    rounds_casts: bool = False,
-    kept: float | None = None,
+    blocks: Iterable[nn.Module], mode: str = "default", *, rounds_casts: bool = False
 ) -> None:
     """Compile each block, whose parameters may be sharded by FSDP.
 
@@ -32,8 +44,6 @@ def compile_blocks(
             needs. Inductor leaves out casts to bfloat16 inside of a kernel. The scale of a row
             would then be that of other numbers than those that are cast (pytorch/pytorch#150859);
             torchtitan sets the same for the whole process.
-        kept: share, from 0 to 1, of a block's activations that are kept for the backward pass,
-            which computes the others again. None leaves it to the compiler, which keeps about all.
     """
     # Importing the compiler takes seconds.
     from torch._inductor import list_mode_options
@@ -41,30 +51,33 @@ def compile_blocks(
     options = dict(list_mode_options(mode))
     if rounds_casts:
         options["emulate_precision_casts"] = True
-    how = {"options": options} if kept is None else {"backend": _Recomputing(options, kept)}
     for block in blocks:
-        block.compile(**how)
+        block.compile(options=options)
 
 
-def recompute_compiled(blocks: Iterable[Any]) -> list[nn.Module]:
-    """Return those of a transformers model's blocks whose compiled code is to recompute itself.
+def recompute_in_code(blocks: Iterable[Any], kept: float) -> list[nn.Module]:
+    """Let the code of dense blocks recompute their activations, and return these blocks.
 
-    They no longer recompute as a whole, which would compute everything again: also the result of a
-    block, which the backward pass does not read. A block with experts or with layers that carry a
-    state from token to token goes on doing so. Its code may be compiled in parts, and what is
-    between the parts would be kept.
+    Compiled, forward and recomputation are one program, which leaves out what the backward pass
+    does not read: above all the last product of the MLP. Around the compiled code of a block, as
+    transformers has it, all of it runs again. Where a block runs uncompiled, it recomputes as
+    before.
+
+    Blocks with experts, with layers that carry a state from token to token, or with attention that
+    runs outside of compiled code are left as they are: they are compiled in parts, which a
+    recomputation within their code excludes.
 
     Args:
-        blocks: blocks that recompute as a whole (``model.recompute_blocks``).
+        blocks: blocks of a transformers model that recompute as a whole
+            (``model.recompute_blocks``).
+        kept: share of the results of a block's linear layers, from 0 to below 1, that is kept.
     """
     found: list[nn.Module] = []
     for block in blocks:
-        is_split = find_mixers(block) or any(
-            are_experts(name, module) for name, module in block.named_modules()
-        )
         # Families with code of their own recompute in the loop over the blocks.
-        if getattr(block, "gradient_checkpointing", False) and not is_split:
+        if getattr(block, "gradient_checkpointing", False) and not _is_split(block):
             block.gradient_checkpointing = False
+            block.forward = _recompute(block, kept)
             found.append(block)
     return found
 
@@ -82,27 +95,57 @@ def check_kept(kept: float, config: EngineConfig) -> None:
             "options.kept_activations",
             f"expected 0 with memory.recompute: {memory.recompute} and memory.compile: "
             f"{str(memory.compile).lower()}, got {kept:g}",
-            why="compiled blocks alone recompute some of their activations and keep the others",
-            remedy="set memory.recompute: full and memory.compile: true, or leave it out",
+            why="only compiled blocks that recompute keep a part of their activations",
+            remedy="set memory.recompute: full and memory.compile: true, or leave "
+            "kept_activations out",
         )
 
 
-class _Recomputing:
-    """Inductor, for code that computes its activations again in the backward pass.
+def _is_split(block: nn.Module) -> bool:
+    """Return whether torch.compile divides a block into parts."""
+    for name, module in block.named_modules():
+        capped = bool(getattr(module, "attn_logit_softcapping", None))
+        width = getattr(module, "head_dim", None)
+        wide = isinstance(width, int) and width > _COMPILED_WIDTH
+        if capped or wide or are_experts(name, module):
+            return True
+    return bool(find_mixers(block))
 
-    The activations that are kept are those that would take most operations for their bytes
-    (activation_memory_budget of AOTAutograd). torch reads the budget from a setting of the process
-    when it compiles, which is at the first call and for each new kind of shape.
+
+def _recompute(block: Any, kept: float) -> Callable[..., Any]:
+    """Return the forward pass of a block that computes its activations again."""
+    compute = block.forward
+    outputs = sum(one.out_features for one in block.modules() if isinstance(one, nn.Linear))
+    settings: dict[str, Any] = {"use_reentrant": False}
+    if kept:
+        # torch.compile takes a second number for a variable, which such a function must not have.
+        settings["context_fn"] = partial(_make_contexts, str(int(kept * outputs)))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return compute(*args, **kwargs)
+        return checkpoint(compute, *args, **settings, **kwargs)
+
+    return forward
+
+
+def _make_contexts(columns: str) -> Any:
+    """Return the contexts of a forward pass and its recomputation that keep some products.
+
+    They are the first ones that fit: queries, keys and values come before the MLP. A product takes
+    about the same number of operations for a byte of its result, whichever it is.
+
+    Args:
+        columns: number of columns of the results that are kept, in digits.
     """
+    left = {False: int(columns), True: int(columns)}
 
-    def __init__(self, options: Mapping[str, Any], kept: float) -> None:
-        self._options = dict(options)
-        self._kept = kept
+    def choose(context: Any, operator: Any, *args: Any, **_: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            width = args[_PRODUCTS[operator]].shape[1]
+            if width <= left[context.is_recompute]:
+                left[context.is_recompute] -= width
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __call__(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Return the compiled code of a graph."""
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
-        with config.patch(activation_memory_budget=self._kept):
-            return compile_fx(module, inputs, config_patches=self._options)
+    return create_selective_checkpoint_contexts(choose)

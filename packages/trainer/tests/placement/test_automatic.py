@@ -71,6 +71,7 @@ FSDP = frozenset(
         Capability.PARAMETER_GROUPS,
     }
 )
+KEEPS = frozenset({"kept_activations"})
 DPO = {"data": {"source": "pairs.jsonl"}, "run": {"output_dir": "out", "steps": 1}}
 RL = DPO | {"reward": {"name": "math"}}
 # As those of rollout-fp8, but for the servers' own options.
@@ -108,7 +109,7 @@ class Launcher:
         servers: tuple[str, ...] = ("vllm",),
         lacks: frozenset[Capability] = frozenset(),
         others: dict[str, frozenset[Capability]] | None = None,
-        options: frozenset[str] = frozenset(),
+        options: frozenset[str] = KEEPS,
     ) -> None:
         self.device = device
         self.measured = 0
@@ -198,6 +199,7 @@ def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder:
         "engine.memory.compile=true (the engine declares it, on cuda)",
         "engine.memory.logit_chunk=3328 (logits of 0.94 GiB)",
         "engine.memory.recompute=none (needs 35.9 GiB without it, 126.0 GiB are usable)",
+        "engine.memory.kept_activations=0.0 (nothing is recomputed)",
         "engine.optimizer.decay=all (weight_decay is 0)",
     ]
     assert settled.algorithm.correction.weight == "token"
@@ -210,7 +212,12 @@ def test_every_choice_is_explicit_and_stands_with_its_reason_in_one_line(folder:
 def test_an_explicit_value_is_never_changed(folder: Path) -> None:
     given = {
         "precision": {"compute": "float32"},
-        "memory": {"compile": False, "recompute": "full", "logit_chunk": 17},
+        "memory": {
+            "compile": False,
+            "recompute": "full",
+            "kept_activations": 0.0,
+            "logit_chunk": 17,
+        },
         "optimizer": {"decay": "all"},
     }
     config = configure(RLConfig, folder, RL | {"rollout": {"name": "local"}}, **given)
@@ -231,68 +238,129 @@ def test_activations_are_recomputed_where_they_do_not_fit(
     assert choices["engine.memory.recompute"] == want
 
 
-KEEPS = frozenset({"kept_activations"})
-
-
-# 35.9 GiB are needed without recomputation and 16.5 with it, of nine tenths of what is free.
+# 35.9 GiB are needed without recomputation and 16.5 with it, of nine tenths of what is free. The
+# results of linear layers take 10.5 GiB.
 @pytest.mark.parametrize(
     ("free", "want"),
-    [(18, None), (19, None), (20, 0.05), (21, 0.1), (30, 0.5), (39, 0.95), (40, None)],
+    [(17, 0.0), (18, 0.0), (19, 0.05), (20, 0.1), (21, 0.2), (24, 0.45), (39, 0.95), (40, 0.0)],
 )
 def test_a_share_of_what_is_recomputed_is_kept_where_it_fits(
-    folder: Path, free: int, want: float | None
+    folder: Path, free: int, want: float
 ) -> None:
-    config = configure(SFTConfig, folder, DPO)
-    launcher = Launcher("cuda", free=free * GIB, options=KEEPS)
-    settled, choices = choose(config, launcher)
-    assert choices.get("engine.options.kept_activations") == want
-    assert settled.engine.options == ({} if want is None else {"kept_activations": want})
+    settled, choices = choose(configure(SFTConfig, folder, DPO), Launcher("cuda", free=free * GIB))
+    assert choices["engine.memory.kept_activations"] == want
+    assert settled.engine.memory.recompute == ("none" if free == 40 else "full")
+    options = settled.engine.build(seed=0, total_steps=1).options
+    assert options == ({"kept_activations": want} if want else None)
+
+
+def test_the_share_stands_with_its_reason(folder: Path) -> None:
+    _, choices = settle(configure(SFTConfig, folder, DPO), Launcher("cuda", free=24 * GIB))
+    said = "engine.memory.kept_activations=0.45 (needs 21.2 GiB with it, 21.6 GiB are usable)"
+    assert said in map(str, choices)
 
 
 @pytest.mark.parametrize(
-    ("engine", "launched"),
+    ("engine", "launched", "why"),
     [
-        ({"options": {"kept_activations": 0.0}}, {}),
-        ({"memory": {"recompute": "full"}}, {}),
-        ({"memory": {"compile": False}}, {}),
-        ({}, {"options": frozenset()}),
-        ({}, {"lacks": frozenset({Capability.RECOMPUTE})}),
+        ({"memory": {"recompute": "full"}}, {}, "recompute is given"),
+        ({"memory": {"compile": False}}, {}, "blocks are not compiled"),
+        ({"options": {"kept_activations": 0.2}}, {}, "options.kept_activations is given"),
+        ({}, {"options": frozenset()}, "the engine has no option kept_activations"),
+        ({}, {"lacks": frozenset({Capability.RECOMPUTE})}, "nothing is recomputed"),
+        ({"optimizer": None}, {}, "nothing is recomputed"),
     ],
-    ids=["explicit", "recompute explicit", "not compiled", "no option", "no recomputation"],
+    ids=str,
 )
-def test_no_share_is_chosen_in_place_of_a_value_or_without_the_option(
-    folder: Path, engine: dict[str, Any], launched: dict[str, Any]
+def test_no_share_is_chosen_where_none_could_be_kept(
+    folder: Path, engine: dict[str, Any], launched: dict[str, Any], why: str
 ) -> None:
-    config = configure(SFTConfig, folder, DPO, **engine)
-    settled, choices = choose(
-        config, Launcher("cuda", **{"free": 30 * GIB, "options": KEEPS} | launched)
-    )
-    assert "engine.options.kept_activations" not in choices
-    assert settled.engine.options == config.engine.options
+    launcher = Launcher("cuda", **{"free": 30 * GIB} | launched)
+    _, choices = settle(configure(SFTConfig, folder, DPO, **engine), launcher)
+    (found,) = (one for one in choices if one.key == "engine.memory.kept_activations")
+    assert (found.value, found.why) == (0.0, why)
 
 
-def test_a_share_is_kept_by_a_run_that_continues(folder: Path) -> None:
+def test_no_share_is_chosen_beside_a_server_that_stays_awake(folder: Path) -> None:
+    tree = RL | {"rollout": {"name": "vllm", "sleep": False}}
+    settled, choices = choose(configure(RLConfig, folder, tree), Launcher("cuda"))
+    assert settled.engine.memory.recompute == "full"
+    assert choices["engine.memory.kept_activations"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "more", [MIXTURE, {"layer_types": ["linear_attention"] * 28}], ids=["experts", "states"]
+)
+def test_no_share_is_chosen_for_blocks_that_recompute_as_a_whole(
+    folder: Path, more: dict[str, Any]
+) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"compile": True})
+    (folder / "config.json").write_text(json.dumps(SMALL | more))
+    settled, choices = choose(config, Launcher("cuda", free=26 * GIB))
+    assert settled.engine.memory.recompute == "full"
+    assert choices["engine.memory.kept_activations"] == 0.0
+
+
+def test_a_share_that_is_given_has_blocks_recomputed(folder: Path) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"kept_activations": 0.3})
+    settled, choices = choose(config, Launcher("cuda"))
+    assert choices["engine.memory.recompute"] == "full"
+    assert settled.engine.build(seed=0, total_steps=1).options == {"kept_activations": 0.3}
+    # Without updates there is nothing to keep.
+    inferring = replace(settled.engine, optimizer=None)
+    assert inferring.build(seed=0, total_steps=1).options is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "said"),
+    [
+        (
+            {"kept_activations": 0.3, "compile": False},
+            "cuda",
+            "expected 0 with recompute: full",
+        ),
+        ({"kept_activations": 0.3}, "cpu", "expected 0 with recompute: none and compile: false"),
+        ({"kept_activations": 1.0}, "cuda", "expected a share from 0 to below 1, got 1"),
+        ({"kept_activations": -0.5}, "cuda", "expected a share from 0 to below 1, got -0.5"),
+    ],
+)
+def test_a_share_that_nothing_would_keep_is_refused(
+    folder: Path, engine: dict[str, Any], device: str, said: str
+) -> None:
+    config = configure(SFTConfig, folder, DPO, memory=engine)
+    settled, _ = settle(config, Launcher(device))
+    with pytest.raises(ConfigError, match=said) as caught:
+        settled.engine.build(seed=0, total_steps=1)
+    assert caught.value.field == "engine.memory.kept_activations"
+
+
+def test_a_share_for_an_engine_without_the_option_is_refused(folder: Path) -> None:
+    config = configure(SFTConfig, folder, DPO, memory={"kept_activations": 0.3})
+    with pytest.raises(ConfigError, match=r"expected 0 with engine 'fsdp2', got 0\.3") as caught:
+        settle(config, Launcher("cuda", options=frozenset()))
+    assert caught.value.field == "engine.memory.kept_activations"
+
+
+def test_a_share_goes_on_in_a_run_that_continues(folder: Path) -> None:
+    critic = {"algorithm": {"advantage": "gae", "critic": {}}, "rollout": {"name": "local"}}
+    for cls, tree in ((SFTConfig, DPO), (RLConfig, RL | critic)):
+        config = configure(cls, folder, tree)
+        first, choices = settle(config, Launcher("cuda", free=36 * GIB))
+        shares = [one.value for one in choices if one.key.endswith("kept_activations")]
+        assert len(shares) == (1 if cls is SFTConfig else 2)
+        assert all(shares)
+        kept, _ = keep(config, fill_earlier(flatten(to_plain(first))), "step-000007")
+        assert settle(kept, Launcher("cuda")) == (first, [])
+
+
+def test_a_run_from_before_there_were_shares_keeps_none(folder: Path) -> None:
     config = configure(SFTConfig, folder, DPO)
-    first, _ = settle(config, Launcher("cuda", free=30 * GIB, options=KEEPS))
-    kept, choices = keep(config, flatten(to_plain(first)), "step-000007")
-    assert kept == first
-    assert "engine.options.kept_activations=0.5 (as in step-000007)" in map(str, choices)
-    roomy = Launcher("cuda", options=KEEPS)
-    check_kept(kept, choices, roomy)
-    assert settle(kept, roomy) == (first, [])
-
-
-def test_a_critic_has_a_share_of_its_own(folder: Path) -> None:
-    """The options of an engine of the same backend are the policy's, unless they are given."""
-    tree = RL | {"algorithm": {"advantage": "gae"}, "rollout": {"name": "local"}}
-    tree["algorithm"]["critic"] = {"memory": {"recompute": "full"}}
-    config = configure(RLConfig, folder, tree)
-    settled, choices = choose(config, Launcher("cuda", free=42 * GIB, options=KEEPS))
-    assert choices["engine.options.kept_activations"] > 0
-    critic = settled.algorithm.critic
-    assert critic.engine(settled.engine).options == {}
-    again, choices = choose(from_tree(RLConfig, to_plain(settled)), Launcher("cuda"))
-    assert (again, choices) == (settled, {})
+    first, _ = settle(config, Launcher("cuda", free=30 * GIB))
+    before = flatten(to_plain(first))
+    del before["engine.memory.kept_activations"]
+    kept, _ = keep(config, fill_earlier(before), "step-000007")
+    assert kept.engine.memory.recompute == "full"
+    assert kept.engine.memory.kept_activations == 0.0
 
 
 @pytest.mark.parametrize(
@@ -704,7 +772,9 @@ def test_a_correction_of_overlap_is_decided_with_the_rollout(folder: Path) -> No
 def test_every_field_of_a_section_reaches_the_engine(folder: Path) -> None:
     config = configure(SFTConfig, folder, DPO, memory={"share_prefixes": True, "max_tokens": 5})
     built = config.engine.build(seed=0, total_steps=1)
-    assert {one.name for one in fields(config.engine.memory)} == {f.name for f in fields(Memory)}
+    # The share is an option of the engine.
+    shared = {one.name for one in fields(config.engine.memory)} - {"kept_activations"}
+    assert shared == {f.name for f in fields(Memory)}
     assert (built.memory.share_prefixes, built.memory.max_tokens) == (True, 5)
 
 

@@ -285,7 +285,8 @@ def test_a_replay_on_another_engine_says_all_that_must_be_overridden(run, capsys
     """The configuration of a run on a GPU, whose settings the other engine does not have."""
     pytest.importorskip("engine_minimal", reason="the other engine is an example")
     config = yaml.safe_load((run / "config.yaml").read_text())
-    config["engine"]["memory"] |= {"compile": True, "recompute": "full"}
+    kept = {"kept_activations": 0.5}
+    config["engine"]["memory"] |= {"compile": True, "recompute": "full", **kept}
     config["engine"]["options"] = {"compile_mode": "max-autotune"}
     config["engine"]["precision"]["compute"] = "bfloat16"
     (run / "config.yaml").write_text(yaml.safe_dump(config))
@@ -297,6 +298,7 @@ def test_a_replay_on_another_engine_says_all_that_must_be_overridden(run, capsys
     assert set(overrides) == {
         "engine.memory.compile=false",
         "engine.memory.recompute=none",
+        "engine.memory.kept_activations=0",
         "engine.precision.compute=float32",
         "engine.options={}",
     }

@@ -7,10 +7,14 @@ import shutil
 
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import constants
+from tiny_models import tiny_config
+from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_torch.mixers import find_mixers
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data import load_tokenizer, positions_of
 from engine_trainer.utils import hf_models as models
@@ -144,3 +148,18 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="nobody") as caught:
         positions_of(ModelSource(path=str(tmp_path)))
     assert caught.value.field == "engine.model.path"
+
+
+@pytest.mark.parametrize(
+    ("name", "carries"),
+    [
+        *((name, True) for name in ("falcon_h1", "jamba", "mamba2", "minimax", "nemotron_h")),
+        *((name, True) for name in ("olmo_hybrid", "qwen3_next", "recurrent_gemma", "zaya")),
+        *((name, False) for name in ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "qwen3")),
+    ],
+)
+def test_models_whose_layers_carry_a_state_are_known_by_their_configuration(name, carries):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(name))
+    assert bool(find_mixers(model)) == carries
+    assert models.carries_state(model.config) == carries

@@ -68,5 +68,4 @@ def test_a_launcher_answers_what_is_left_with_the_options_of_a_run(
     monkeypatch.setattr(spmd, "_resolve", lambda _: found)
     section = from_tree(EngineSection, {"model": {"path": "any"}, "options": {"fused": True}})
     launcher = spmd.Spmd()
-    assert launcher.list_options(section) == {"fused"}
     assert launcher.resolve(section) == ("cpu", {Capability.DP})

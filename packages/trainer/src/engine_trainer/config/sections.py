@@ -41,6 +41,9 @@ from engine_trainer.config.engine_keys import POLICY, named_below
 AUTO: Literal["auto"] = "auto"
 """Value that the run replaces by its choice for the device (``placement.automatic``)."""
 
+KEPT = "kept_activations"
+"""Name of the share in ``MemorySection``, and of the engine's option that takes it."""
+
 
 # Frozen fields are only read, and an engine gets these sections with explicit values alone.
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +86,17 @@ class MemorySection(Memory):
     pass, ``none`` keeps them.
 
     ``auto`` is ``none`` where the estimated memory of ``max_tokens`` tokens fits into the device's
-    free memory, and ``full`` elsewhere, where compiled blocks of an engine with the option
-    ``kept_activations`` keep the share that fits. On a CPU it is ``none``.
+    free memory, and ``full`` elsewhere. On a CPU it is ``none``.
+    """
+
+    kept_activations: float | Literal["auto"] = AUTO
+    """Share of the results of each block's linear layers, from 0 to below 1, that compiled blocks
+    keep beside ``recompute: full``, for an engine with the option of that name (engine-fsdp,
+    engine-veomni).
+
+    ``auto`` is the largest multiple of 0.05 whose estimated memory fits into the device's free
+    memory, for a model without experts and without layers that carry a state, where ``full`` was
+    chosen for ``auto``. It is 0 elsewhere.
     """
 
     compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -196,18 +208,26 @@ class EngineSection:
         optimizer = None
         if self.optimizer is not None:
             optimizer = OptimizerConfig(**_explicit(self.optimizer))
+        memory = _explicit(self.memory)
+        kept = memory.pop(KEPT, 0.0)
+        options = dict(self.options)
+        # Without updates there is no backward pass to keep activations for.
+        keeps = kept != 0 and optimizer is not None
         with named_below(POLICY):
+            if keeps:
+                _check_kept(self, kept)
+                options[KEPT] = kept
             return EngineConfig(
                 model=self.model,
                 optimizer=optimizer,
                 schedule=schedule,
                 parallelism=self.parallelism,
                 precision=Precision(**_explicit(self.precision)),
-                memory=Memory(**_explicit(self.memory)),
+                memory=Memory(**memory),
                 checkpoint=self.checkpoint,
                 lora=self.lora,
                 seed=seed if self.seed is None else self.seed,
-                options=dict(self.options) or None,
+                options=options or None,
             )
 
 
@@ -225,6 +245,31 @@ def wrong_balance(options: Mapping[str, Any], task: str, section: str = "engine"
         "it would bend the gradient of the task's own loss",
         f"set {key}: 0; it is for sft",
     )
+
+
+def _check_kept(section: EngineSection, kept: float) -> None:
+    """Raise ``ConfigError`` for a share of activations that nothing would keep."""
+    memory = section.memory
+    if not 0 < kept < 1:
+        raise ConfigError(
+            f"memory.{KEPT}",
+            f"expected a share from 0 to below 1, got {kept:g}",
+            remedy="give such a share; recompute: none keeps all",
+        )
+    if KEPT in section.options:
+        raise ConfigError(
+            f"memory.{KEPT}",
+            f"expected it here or in options.{KEPT}, got {kept:g} and {section.options[KEPT]!r}",
+            remedy="leave one of them out",
+        )
+    if memory.recompute != "full" or memory.compile is not True:
+        compiles = str(memory.compile).lower()
+        raise ConfigError(
+            f"memory.{KEPT}",
+            f"expected 0 with recompute: {memory.recompute} and compile: {compiles}, got {kept:g}",
+            why="compiled blocks alone recompute some of their activations and keep the others",
+            remedy=f"set {KEPT} to 0, or recompute: full and compile: true",
+        )
 
 
 def _explicit(section: PrecisionSection | MemorySection | OptimizerSection) -> dict[str, Any]:

@@ -105,6 +105,20 @@ class Decoder:
         head = shape.vocabulary * (chunk * (width + 4) + 4 * shape.hidden) / sizes.tp
         return kept + head
 
+    def results(self, config: EngineConfig) -> float:
+        """Return the bytes of the results of all blocks' linear layers in a micro-batch of a rank.
+
+        Of experts they are those of one of a token.
+        """
+        sizes = config.parallelism
+        shape = self.shape
+        queries = shape.heads * shape.head_dim
+        keys = shape.kv_heads * shape.head_dim
+        # Of queries, keys, values and the output projection; gate, up and down.
+        columns = queries + 2 * keys + shape.hidden + 2 * shape.inner + shape.hidden
+        tokens = config.memory.max_tokens / (sizes.ulysses * sizes.cp)
+        return tokens * shape.layers * columns * WIDTH[config.precision.compute] / sizes.tp
+
     def gathered(self, config: EngineConfig) -> float:
         """Return the bytes of weights and gradients that a rank has beyond its part of the state.
 

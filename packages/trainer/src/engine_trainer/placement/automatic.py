@@ -8,6 +8,7 @@ docs/gpus.md has a table of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,13 +19,13 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_trainer.config import Config, RewardModelConfig, RLConfig
 from engine_trainer.config.engine_keys import named_below
-from engine_trainer.config.sections import AUTO, EngineSection, RolloutSection
+from engine_trainer.config.sections import AUTO, KEPT, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
-from engine_trainer.utils.hf_models import has_experts, text_config
+from engine_trainer.utils.hf_models import carries_state, has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local`` on an accelerator, in order."""
@@ -44,6 +45,9 @@ _USABLE = 0.9
 
 _AWAKE = "a server that stays awake takes the rest of the device's memory"
 
+# Kept shares of activations are multiples of this.
+_KEPT_STEP = 0.05
+
 # The capability that a value needs, and the value that needs none.
 _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
     ("compute", "bfloat16"): (Capability.BF16, "float32"),
@@ -53,12 +57,6 @@ _NEEDED: Mapping[tuple[str, Any], tuple[Capability, str]] = {
     ("compile", True): (Capability.COMPILE, "false"),
     ("decay", "matrices"): (Capability.PARAMETER_GROUPS, "all"),
 }
-
-# The option of an engine that keeps a share of the activations of ``recompute: full``.
-_KEPT = "kept_activations"
-
-# Shares are multiples of this.
-_KEPT_STEP = 0.05
 
 # The parts of an engine's section that have values that may be auto.
 _PARTS = ("precision", "memory", "optimizer")
@@ -84,7 +82,7 @@ class Surroundings:
     Attributes:
         device: type of the engine's device.
         capabilities: what the engine declares.
-        options: names of the engine's own options; empty on a CPU.
+        options: names of the engine's own options.
         free: free memory of each rank's device; empty on a CPU.
     """
 
@@ -119,7 +117,7 @@ def settle(config: Config, launcher: Launcher) -> tuple[Config, list[Choice]]:
     for prefix, section in _sections(config).items():
         with named_below(prefix):
             _, own = launcher.resolve(section)
-            options = launcher.list_options(section) if around.free else frozenset[str]()
+            options = launcher.list_options(section)
             surroundings = replace(around, capabilities=own, options=options)
             settled[prefix], found = _settle_engine(section, surroundings, config, rollout, prefix)
         choices += found
@@ -152,9 +150,6 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
         parts: dict[str, Any] = {part: getattr(section, part) for part in _PARTS}
         for part, name, key in _list_automatic(section, prefix):
             parts[part] = replace(parts[part], **{name: find(key)})
-        option = f"{prefix}.options.{_KEPT}"
-        if section.memory.recompute == AUTO and _KEPT not in section.options and option in before:
-            parts["options"] = {**section.options, _KEPT: find(option)}
         sections[prefix] = replace(section, **parts)
     return _replaced(config, sections, rollout), kept
 
@@ -162,14 +157,20 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
 def fill_earlier(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of an earlier start, with what was done before a key was there.
 
-    Before ``optimizer.decay`` all weights decayed.
+    Before ``optimizer.decay`` all weights decayed, and before ``memory.kept_activations`` nothing
+    was kept beside ``recompute: full``.
 
     Args:
         before: values of the configuration by dotted key; none of a start that there was not.
     """
-    rates = (key for key in before if key.endswith("optimizer.lr"))
-    decays = {key.removesuffix("lr") + "decay": "all" for key in rates}
-    return decays | dict(before)
+    earlier: dict[str, Any] = {}
+    for key in before:
+        section, _, name = key.rpartition(".")
+        if key.endswith("optimizer.lr"):
+            earlier[f"{section}.decay"] = "all"
+        if name == "recompute":
+            earlier[f"{section}.{KEPT}"] = 0.0
+    return earlier | dict(before)
 
 
 def check_kept(config: Config, kept: Sequence[Choice], launcher: Launcher) -> None:
@@ -245,24 +246,18 @@ def _replaced(
 ) -> Config:
     """Return the configuration with the settled parts of ``sections``, and the rollout."""
     parts = {key: {part: getattr(one, part) for part in _PARTS} for key, one in sections.items()}
-    options = sections["engine"].options
-    engine = replace(config.engine, **parts["engine"], options=options)
-    changed: dict[str, Any] = {"engine": engine}
+    changed: dict[str, Any] = {"engine": replace(config.engine, **parts["engine"])}
     if rollout is not None:
         changed["rollout"] = rollout
     if isinstance(config, RLConfig):
         algorithm = config.algorithm
         critic, teacher = algorithm.critic, algorithm.teacher
         if critic is not None:
-            critic = replace(critic, **parts["algorithm.critic"])
-            own = sections["algorithm.critic"].options
-            if critic.engine(engine).options != own:
-                critic = replace(critic, options=own)
-            algorithm = replace(algorithm, critic=critic)
+            algorithm = replace(algorithm, critic=replace(critic, **parts["algorithm.critic"]))
         if teacher is not None and teacher.engine is not None:
             settled = parts["algorithm.teacher.engine"]
-            same = replace(teacher.engine, precision=settled["precision"], memory=settled["memory"])
-            algorithm = replace(algorithm, teacher=replace(teacher, engine=same))
+            own = replace(teacher.engine, precision=settled["precision"], memory=settled["memory"])
+            algorithm = replace(algorithm, teacher=replace(teacher, engine=own))
         changed["algorithm"] = algorithm
     return replace(config, **changed)
 
@@ -356,13 +351,23 @@ def _settle_engine(
     if section.memory.max_tokens == AUTO:
         choose("max_tokens", *_choose_max_tokens(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, max_tokens=chosen["max_tokens"]))
-    if section.memory.recompute == AUTO:
+    given = section.memory.recompute
+    if given == AUTO:
         choose("recompute", *_choose_recompute(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
-        share, why = _choose_kept(section, around, config, rollout, text)
-        if share:
-            choices.append(Choice(key=f"engine.options.{_KEPT}", value=share, why=why))
-            section = replace(section, options={**section.options, _KEPT: share})
+    if section.memory.kept_activations == AUTO:
+        share = (0.0, "recompute is given")
+        if given == AUTO:
+            share = _choose_kept(section, around, config, rollout, text)
+        choose(KEPT, *share)
+        section = replace(section, memory=replace(section.memory, kept_activations=share[0]))
+    elif section.memory.kept_activations and section.optimizer and KEPT not in around.options:
+        raise ConfigError(
+            f"memory.{KEPT}",
+            f"expected 0 with engine {section.backend!r}, got {section.memory.kept_activations:g}",
+            why=f"it has no option {KEPT}",
+            remedy=f"set memory.{KEPT}=0, or use fsdp2 or veomni",
+        )
     optimizer = section.optimizer
     if optimizer is not None and optimizer.decay == AUTO:
         choices.append(_choose_decay(optimizer.weight_decay, around.capabilities))
@@ -472,6 +477,8 @@ def _choose_recompute(
         return "none", "an engine that only infers"
     if Capability.RECOMPUTE not in around.capabilities:
         return "none", "the engine declares no recompute"
+    if section.memory.kept_activations not in (AUTO, 0):
+        return "full", f"{KEPT} is given"
     if rollout is not None and _stays_awake_colocated(config, rollout):
         return "full", _AWAKE
     decoder = Decoder.of(text)
@@ -490,24 +497,30 @@ def _choose_kept(
     rollout: RolloutSection | None,
     text: Any,
 ) -> tuple[float, str]:
-    """Return the share of activations that fits beside ``recompute: full``, 0 where none is kept.
-
-    It is for compiled blocks of an engine that has the option, and never changes an explicit one.
-    """
+    """Return the share of activations that fits beside the ``recompute`` that was chosen."""
     memory = section.memory
-    decoder = None if text is None else Decoder.of(text)
-    kept = memory.compile is True and _KEPT in around.options and _KEPT not in section.options
-    stays = rollout is not None and _stays_awake_colocated(config, rollout)
-    if memory.recompute != "full" or decoder is None or stays or not kept:
-        return 0.0, ""
+    if memory.recompute != "full" or text is None:
+        return 0.0, "nothing is recomputed"
+    reasons = {
+        f"the engine has no option {KEPT}": KEPT not in around.options,
+        f"options.{KEPT} is given": KEPT in section.options,
+        "blocks are not compiled": memory.compile is not True,
+        _AWAKE: rollout is not None and _stays_awake_colocated(config, rollout),
+        "a model with experts": has_experts(text),
+        "a model whose layers carry a state": carries_state(text),
+    }
+    for why, holds in reasons.items():
+        if holds:
+            return 0.0, why
+    decoder = Decoder.of(text)
+    assert decoder is not None, "its memory was estimated"
     usable = _usable_bytes(around)
     full = _needed_bytes(section, around, config, rollout, decoder)
-    if full >= usable:
-        return 0.0, ""
-    without = replace(section, memory=replace(memory, recompute="none"))
-    # More than the room, or nothing would be recomputed.
-    every = _needed_bytes(without, around, config, rollout, decoder) - full
-    share = round(int((usable - full) / every / _KEPT_STEP) * _KEPT_STEP, 2)
+    every = decoder.results(section.build(seed=0, total_steps=1))
+    steps = math.floor((usable - full) / every / _KEPT_STEP)
+    share = round(min(steps * _KEPT_STEP, 1 - _KEPT_STEP), 2)
+    if share <= 0:
+        return 0.0, f"needs {full / GIB:.1f} GiB without, {usable / GIB:.1f} GiB are usable"
     need = full + share * every
     return share, f"needs {need / GIB:.1f} GiB with it, {usable / GIB:.1f} GiB are usable"
 

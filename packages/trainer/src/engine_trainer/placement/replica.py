@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from engine_api.capabilities import Capability
 from engine_api.codec import register
 from engine_api.config import EngineConfig, LoraConfig, check_choice
-from engine_api.discovery import import_target
 from engine_api.errors import (
     ConfigError,
     PluginError,
@@ -39,6 +38,7 @@ from engine_trainer.data.datasets import make_prompt_images
 from engine_trainer.rewards import Sample, Score, Scorer
 from engine_trainer.telemetry.logs import Timers
 from engine_trainer.utils.completions import require_completions
+from engine_trainer.utils.plugins import list_options
 
 if TYPE_CHECKING:
     import torch
@@ -209,16 +209,6 @@ def why_unusable(section: RolloutSection, device: str) -> str:
     except PluginError as error:
         return error.what
     return why_unfit(section, found.plugin)
-
-
-def list_options(plugin: EnginePlugin, source: str) -> set[str]:
-    """Return the names of a plug-in's own options, none without a dataclass of them.
-
-    ``source`` names the plug-in in the ``PluginLoadError`` of a dataclass that is not importable.
-    """
-    if plugin.options is None:
-        return set()
-    return {one.name for one in fields(import_target(plugin.options, source))}
 
 
 def why_unfit(section: RolloutSection, plugin: EnginePlugin) -> str:

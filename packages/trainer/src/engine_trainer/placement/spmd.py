@@ -267,7 +267,7 @@ class Spmd:
     def list_options(self, section: EngineSection) -> frozenset[str]:
         """See ``Launcher``."""
         found = _resolve(section)
-        return list_options(found.plugin, found.source)
+        return frozenset(list_options(found.plugin, found.source))
 
     def free_memory(self, device: str) -> list[FreeMemory]:
         """Return what each rank has free (see ``Launcher``)."""

@@ -16,8 +16,8 @@ from engine_api.errors import ConfigError
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.secrets import masked
-from engine_trainer.config.sections import EngineSection
-from engine_trainer.placement.replica import list_options
+from engine_trainer.config.sections import AUTO, KEPT, EngineSection
+from engine_trainer.utils.plugins import list_options
 
 _OFF: Mapping[Capability, str] = {
     Capability.HSDP: "engine.parallelism.dp_replicate=1",
@@ -58,7 +58,12 @@ def check_engine(config: RLConfig) -> None:
                 overrides[str(capability)] = _OFF[capability]
             elif capability in _DTYPES:
                 overrides[str(capability)] = _without(section, _DTYPES[capability])
-    if unknown := sorted(section.options.keys() - list_options(found.plugin, found.source)):
+    kept = section.memory.kept_activations
+    known = list_options(found.plugin, found.source)
+    compiles = not overrides.keys() & {Capability.RECOMPUTE, Capability.COMPILE}
+    if kept not in (AUTO, 0) and not (compiles and KEPT in known):
+        overrides[f"the option {KEPT}"] = f"engine.memory.{KEPT}=0"
+    if unknown := sorted(section.options.keys() - known):
         overrides[f"the options {', '.join(unknown)}"] = _without_options(section, unknown)
     if overrides:
         raise ConfigError(

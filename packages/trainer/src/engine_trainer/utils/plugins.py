@@ -1,4 +1,4 @@
-"""The options of an engine, and its capabilities with those that a run gives it."""
+"""The options of a plug-in, and the capabilities of an engine with those that a run gives it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ def find_capabilities(plugin: EnginePlugin, source: str, options: Any) -> frozen
     return plugin.capabilities - getattr(built, "excluded", frozenset())
 
 
-def list_options(plugin: EnginePlugin, source: str) -> frozenset[str]:
-    """Return the names of an engine's own options.
+def list_options(plugin: EnginePlugin, source: str) -> set[str]:
+    """Return the names of a plug-in's own options, none without a dataclass of them.
 
-    Args:
-        plugin: the engine's descriptor.
-        source: the package that it comes from, for an error.
-
-    Raises ``PluginLoadError``.
+    ``source`` names the plug-in in the ``PluginLoadError`` of a dataclass that is not importable.
     """
     if plugin.options is None:
-        return frozenset()
-    return frozenset(one.name for one in fields(import_target(plugin.options, source)))
+        return set()
+    return {one.name for one in fields(import_target(plugin.options, source))}
