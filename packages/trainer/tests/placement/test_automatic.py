@@ -289,7 +289,9 @@ def test_no_share_is_chosen_beside_a_server_that_stays_awake(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "more", [MIXTURE, {"layer_types": ["linear_attention"] * 28}], ids=["experts", "states"]
+    "more",
+    [MIXTURE, {"layer_types": ["linear_attention"] * 28}, {"attn_logit_softcapping": 50.0}],
+    ids=["experts", "states", "cap"],
 )
 def test_no_share_is_chosen_for_blocks_that_recompute_as_a_whole(
     folder: Path, more: dict[str, Any]

@@ -25,7 +25,7 @@ from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
-from engine_trainer.utils.hf_models import carries_state, has_experts, text_config
+from engine_trainer.utils.hf_models import caps_scores, carries_state, has_experts, text_config
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local`` on an accelerator, in order."""
@@ -508,6 +508,7 @@ def _choose_kept(
         _AWAKE: rollout is not None and _stays_awake_colocated(config, rollout),
         "a model with experts": has_experts(text),
         "a model whose layers carry a state": carries_state(text),
+        "attention outside of compiled code": memory.share_prefixes or caps_scores(text),
     }
     for why, holds in reasons.items():
         if holds:

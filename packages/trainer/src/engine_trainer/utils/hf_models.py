@@ -72,6 +72,11 @@ def carries_state(text: Any) -> bool:
     return bool(kinds & _STATE_LAYERS) or any(key.startswith(_STATE_KEYS) for key in text.to_dict())
 
 
+def caps_scores(text: Any) -> bool:
+    """Return whether a text configuration bounds the scores of its attention, as Gemma 2 does."""
+    return bool(getattr(text, "attn_logit_softcapping", None))
+
+
 def random_rates(source: ModelSource) -> dict[str, float]:
     """Return the dropout and jitter rates above 0 in ``config.json``, by key."""
     return noise_rates(text_config(source))
