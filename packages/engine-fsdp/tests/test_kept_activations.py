@@ -96,6 +96,7 @@ def find_gradients(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     engine = make(folder, optimizer=SGD, **changes)
     before = {key: one.double() for key, (one, _) in engine.state_shards().items()}
     for lengths in ((9, 14, 5, 20), (7, 30, 22), (12, 12)):
+        torch.manual_seed(5)
         engine.forward_backward(texts(*lengths), sft_loss)
     engine.optimizer_step()
     after = {key: one.double() for key, (one, _) in engine.state_shards().items()}
@@ -213,11 +214,16 @@ def test_two_ranks_compute_the_same(folder_of: Folder, layout: dict[str, int]) -
         check_equal(found.gradients, expected.gradients)
 
 
-def test_with_adapters_it_computes_the_same(folder_of: Folder) -> None:
-    adapter = LoraConfig(rank=4, target_modules=["q_proj", "up_proj"])
-    expected = find_gradients(folder_of("qwen3"), memory=Memory(max_tokens=64), lora=adapter)
+def test_the_adapters_dropout_is_the_same_when_it_is_computed_again(
+    folder_of: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = LoraConfig(rank=4, target_modules=["q_proj", "up_proj"], dropout=0.5)
+    plain = Memory(max_tokens=64, compile=True)
+    expected = find_gradients(folder_of("qwen3"), memory=plain, lora=adapter)
     kept = {"kept_activations": 0.3}
     check_equal(find_gradients(folder_of("qwen3"), lora=adapter, options=kept), expected)
+    # What torch says in its log of every such checkpoint helps no user.
+    assert "context_fn" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gemma2"])

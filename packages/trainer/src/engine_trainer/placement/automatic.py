@@ -366,7 +366,7 @@ def _settle_engine(
             f"memory.{KEPT}",
             f"expected 0 with engine {section.backend!r}, got {section.memory.kept_activations:g}",
             why=f"it has no option {KEPT}",
-            remedy=f"set memory.{KEPT}=0, or use fsdp2 or veomni",
+            remedy="set it to 0, or use fsdp2 or veomni",
         )
     optimizer = section.optimizer
     if optimizer is not None and optimizer.decay == AUTO:
