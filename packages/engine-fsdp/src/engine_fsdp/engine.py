@@ -23,7 +23,7 @@ from engine_api.registry import Resolution
 from engine_fsdp.options import FSDPOptions
 from engine_fsdp.parallel import Layout, build_layout, limit_groups, shard_model
 from engine_torch import lora
-from engine_torch.compiling import check_kept, compile_blocks, recompute_in_code
+from engine_torch.compiling import check_kept_activations, compile_blocks, recompute_in_code
 from engine_torch.engine import DTensorEngine
 from engine_torch.experts import spread_experts
 from engine_torch.float8 import (
@@ -89,7 +89,7 @@ class FSDPEngine(DTensorEngine):
         if self.options.balance_loss:
             check_balanced(config)
         if isinstance(self.options, FSDPOptions):
-            check_kept(self.options.kept_activations, config)
+            check_kept_activations(self.options.kept_activations, config)
 
     # --- building ------------------------------------------------------------------------------
 

@@ -61,11 +61,10 @@ class FSDPOptions(Float8Options, SharedOptions):
     """Share of the results of a block's linear layers, from 0 to below 1, that
     ``memory.recompute: full`` keeps for the backward pass where blocks are compiled.
 
-    They are the first ones that fit, and everything else is computed again. The trainer chooses the
-    share where it chooses ``full``, so that free memory is used. The option is for dense blocks:
-    those with experts, with layers that carry a state from token to token, or with attention that
-    is not compiled (scores with a cap, heads wider than 256, shared prefixes) compute everything
-    again.
+    They are the first ones that fit, and everything else is computed again. A run of the trainer
+    sets it by ``memory.kept_activations``. The option is for dense blocks: those with experts, with
+    layers that carry a state from token to token, or with attention that is not compiled (scores
+    with a cap, heads wider than 256, shared prefixes) compute everything again.
     """
 
     def __post_init__(self) -> None:

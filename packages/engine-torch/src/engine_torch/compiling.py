@@ -20,14 +20,14 @@ from engine_api.errors import ConfigError
 from engine_torch.experts import are_experts
 from engine_torch.mixers import find_mixers
 
-__all__ = ["check_kept", "compile_blocks", "recompute_in_code"]
+__all__ = ["check_kept_activations", "compile_blocks", "recompute_in_code"]
 
 # Wider heads, and scores with a cap, run outside of compiled code.
 _COMPILED_WIDTH = 256
 
-# torch asks in its log, once in each process, that such blocks change no tensor in place. Tests
-# compare their gradients with those of blocks that keep everything.
-_ASKS_FOR = "context_fn is passed to torch.utils.checkpoint under torch.compile"
+# torch warns once in each process that such a block must not change tensors in place. Tests compare
+# its gradients with those of a block that keeps everything.
+_REQUEST = "context_fn is passed to torch.utils.checkpoint under torch.compile"
 
 # Products of matrices, with the place of the second matrix among their arguments.
 _PRODUCTS: dict[Any, int] = {
@@ -87,7 +87,7 @@ def recompute_in_code(blocks: Iterable[Any], kept: float) -> list[nn.Module]:
     return found
 
 
-def check_kept(kept: float, config: EngineConfig) -> None:
+def check_kept_activations(kept: float, config: EngineConfig) -> None:
     """Raise ``ConfigError`` for a share of kept activations that no backward pass would read.
 
     Args:
@@ -120,12 +120,17 @@ def _is_split(block: nn.Module) -> bool:
 def _recompute(block: Any, kept: float) -> Callable[..., Any]:
     """Return the forward pass of a block that computes its activations again."""
     compute = block.forward
-    outputs = sum(one.out_features for one in block.modules() if isinstance(one, nn.Linear))
+    # The trainer's estimate counts the model's own layers, and not those of adapters.
+    outputs = sum(
+        one.out_features
+        for name, one in block.named_modules()
+        if isinstance(one, nn.Linear) and ".lora_" not in name
+    )
     settings: dict[str, Any] = {"use_reentrant": False}
     if kept:
         # torch.compile takes a second number for a variable, which such a function must not have.
         settings["context_fn"] = partial(_make_contexts, str(int(kept * outputs)))
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_says_else)
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_request)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
@@ -135,9 +140,9 @@ def _recompute(block: Any, kept: float) -> Callable[..., Any]:
     return forward
 
 
-def _says_else(record: logging.LogRecord) -> bool:
-    """Return whether a record of torch's log is not what it asks for in each process once."""
-    return _ASKS_FOR not in record.getMessage()
+def _is_not_request(record: logging.LogRecord) -> bool:
+    """Return whether a log record is anything but torch's request about checkpoints."""
+    return _REQUEST not in record.getMessage()
 
 
 def _make_contexts(columns: str) -> Any:

@@ -290,8 +290,13 @@ def test_no_share_is_chosen_beside_a_server_that_stays_awake(folder: Path) -> No
 
 @pytest.mark.parametrize(
     "more",
-    [MIXTURE, {"layer_types": ["linear_attention"] * 28}, {"attn_logit_softcapping": 50.0}],
-    ids=["experts", "states", "cap"],
+    [
+        MIXTURE,
+        {"layer_types": ["linear_attention"] * 28},
+        {"attn_logit_softcapping": 50.0},
+        {"global_head_dim": 512},
+    ],
+    ids=["experts", "states", "cap", "wide"],
 )
 def test_no_share_is_chosen_for_blocks_that_recompute_as_a_whole(
     folder: Path, more: dict[str, Any]
@@ -353,6 +358,29 @@ def test_a_share_goes_on_in_a_run_that_continues(folder: Path) -> None:
         assert all(shares)
         kept, _ = keep(config, fill_earlier(flatten(to_plain(first))), "step-000007")
         assert settle(kept, Launcher("cuda")) == (first, [])
+
+
+@pytest.mark.parametrize(
+    "override", [{"recompute": "none"}, {"recompute": "full"}, {"compile": False}], ids=str
+)
+def test_a_share_ends_with_what_it_was_chosen_for(folder: Path, override: dict[str, Any]) -> None:
+    first, _ = settle(configure(SFTConfig, folder, DPO), Launcher("cuda", free=24 * GIB))
+    assert first.engine.memory.kept_activations > 0
+    config = configure(SFTConfig, folder, DPO, memory=override)
+    kept, _ = keep(config, flatten(to_plain(first)), "step-000007")
+    settled, _ = settle(kept, Launcher("cuda", free=24 * GIB))
+    assert settled.engine.memory.kept_activations == 0.0
+    assert settled.engine.build(seed=0, total_steps=1).options is None
+
+
+def test_a_share_that_is_given_stays_where_other_values_are_chosen(folder: Path) -> None:
+    given = {"kept_activations": 0.3, "max_tokens": "auto"}
+    settled, _ = settle(configure(SFTConfig, folder, DPO, memory=given), Launcher("cuda"))
+    assert settled.engine.memory.kept_activations == 0.3
+    tree = RL | {"algorithm": {"advantage": "gae", "critic": {"memory": {"logit_chunk": 256}}}}
+    config = configure(RLConfig, folder, tree, memory={"kept_activations": 0.3})
+    settled, _ = settle(config, Launcher("cuda"))
+    assert settled.engine.memory.kept_activations == 0.3
 
 
 def test_a_run_from_before_there_were_shares_keeps_none(folder: Path) -> None:

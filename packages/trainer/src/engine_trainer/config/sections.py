@@ -41,7 +41,7 @@ from engine_trainer.config.engine_keys import POLICY, named_below
 AUTO: Literal["auto"] = "auto"
 """Value that the run replaces by its choice for the device (``placement.automatic``)."""
 
-KEPT = "kept_activations"
+KEPT_ACTIVATIONS = "kept_activations"
 """Name of the share in ``MemorySection``, and of the engine's option that takes it."""
 
 
@@ -91,12 +91,12 @@ class MemorySection(Memory):
 
     kept_activations: float | Literal["auto"] = AUTO
     """Share of the results of each block's linear layers, from 0 to below 1, that compiled blocks
-    keep beside ``recompute: full``, for an engine with the option of that name (engine-fsdp,
-    engine-veomni).
+    keep for the backward pass with ``recompute: full``. Engines with the option of that name have
+    it (engine-fsdp, engine-veomni).
 
-    ``auto`` is the largest multiple of 0.05 whose estimated memory fits into the device's free
-    memory, for a model without experts and without layers that carry a state, where ``full`` was
-    chosen for ``auto``. It is 0 elsewhere.
+    ``auto`` is 0 unless ``recompute: auto`` chose ``full``. It is then the largest multiple of 0.05
+    whose estimated memory fits into the device's free memory. It stays 0 for a model with experts,
+    with layers that carry a state, or with attention that is not compiled.
     """
 
     compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -209,14 +209,14 @@ class EngineSection:
         if self.optimizer is not None:
             optimizer = OptimizerConfig(**_explicit(self.optimizer))
         memory = _explicit(self.memory)
-        kept = memory.pop(KEPT, 0.0)
+        kept = memory.pop(KEPT_ACTIVATIONS, 0.0)
         options = dict(self.options)
         # Without updates there is no backward pass to keep activations for.
         keeps = kept != 0 and optimizer is not None
         with named_below(POLICY):
             if keeps:
-                _check_kept(self, kept)
-                options[KEPT] = kept
+                _check_kept_activations(self, kept)
+                options[KEPT_ACTIVATIONS] = kept
             return EngineConfig(
                 model=self.model,
                 optimizer=optimizer,
@@ -247,28 +247,30 @@ def wrong_balance(options: Mapping[str, Any], task: str, section: str = "engine"
     )
 
 
-def _check_kept(section: EngineSection, kept: float) -> None:
+def _check_kept_activations(section: EngineSection, kept: float) -> None:
     """Raise ``ConfigError`` for a share of activations that nothing would keep."""
     memory = section.memory
     if not 0 < kept < 1:
         raise ConfigError(
-            f"memory.{KEPT}",
+            f"memory.{KEPT_ACTIVATIONS}",
             f"expected a share from 0 to below 1, got {kept:g}",
             remedy="give such a share; recompute: none keeps all",
         )
-    if KEPT in section.options:
+    other = section.options.get(KEPT_ACTIVATIONS)
+    if other is not None:
         raise ConfigError(
-            f"memory.{KEPT}",
-            f"expected it here or in options.{KEPT}, got {kept:g} and {section.options[KEPT]!r}",
+            f"memory.{KEPT_ACTIVATIONS}",
+            f"expected it here or in options.{KEPT_ACTIVATIONS}, got {kept:g} and {other!r}",
             remedy="leave one of them out",
         )
-    if memory.recompute != "full" or memory.compile is not True:
+    # An ``auto`` is checked when it has been replaced.
+    if memory.recompute not in (AUTO, "full") or memory.compile not in (AUTO, True):
         compiles = str(memory.compile).lower()
         raise ConfigError(
-            f"memory.{KEPT}",
+            f"memory.{KEPT_ACTIVATIONS}",
             f"expected 0 with recompute: {memory.recompute} and compile: {compiles}, got {kept:g}",
             why="compiled blocks alone recompute some of their activations and keep the others",
-            remedy=f"set {KEPT} to 0, or recompute: full and compile: true",
+            remedy=f"set {KEPT_ACTIVATIONS} to 0, or recompute: full and compile: true",
         )
 
 

@@ -22,7 +22,7 @@ from engine_api.contract import Engine
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.engine_keys import POLICY, named_below
-from engine_trainer.config.sections import MemorySection
+from engine_trainer.config.sections import KEPT_ACTIVATIONS, MemorySection
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
 States = list[torch.Tensor]
@@ -59,8 +59,11 @@ def read_live(
 
     Raises ``EngineError`` where the engine does not run here, or refuses the model.
     """
+    # Nothing is trained, so that no activations are kept.
+    options = {name: one for name, one in config.engine.options.items() if name != KEPT_ACTIVATIONS}
     section = replace(
         config.engine,
+        options=options,
         parallelism=Parallelism(),
         memory=MemorySection(max_tokens=sum(len(ids) for ids in documents)),
     )

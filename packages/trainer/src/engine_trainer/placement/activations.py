@@ -105,10 +105,10 @@ class Decoder:
         head = shape.vocabulary * (chunk * (width + 4) + 4 * shape.hidden) / sizes.tp
         return kept + head
 
-    def results(self, config: EngineConfig) -> float:
+    def linear_results(self, config: EngineConfig) -> float:
         """Return the bytes of the results of all blocks' linear layers in a micro-batch of a rank.
 
-        Of experts they are those of one of a token.
+        For a model with experts it counts one expert for each token.
         """
         sizes = config.parallelism
         shape = self.shape

@@ -19,13 +19,18 @@ from engine_api.devices import device_of
 from engine_api.errors import ConfigError
 from engine_trainer.config import Config, RewardModelConfig, RLConfig
 from engine_trainer.config.engine_keys import named_below
-from engine_trainer.config.sections import AUTO, KEPT, EngineSection, RolloutSection
+from engine_trainer.config.sections import AUTO, KEPT_ACTIVATIONS, EngineSection, RolloutSection
 from engine_trainer.placement import memory
 from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
-from engine_trainer.utils.hf_models import caps_scores, carries_state, has_experts, text_config
+from engine_trainer.utils.hf_models import (
+    attends_uncompiled,
+    carries_state,
+    has_experts,
+    text_config,
+)
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local`` on an accelerator, in order."""
@@ -148,7 +153,12 @@ def keep(config: Config, before: Mapping[str, Any], where: str) -> tuple[Config,
     sections = _sections(config)
     for prefix, section in sections.items():
         parts: dict[str, Any] = {part: getattr(section, part) for part in _PARTS}
+        given = section.memory
         for part, name, key in _list_automatic(section, prefix):
+            # A share belongs to what was chosen with it.
+            is_other = given.recompute != AUTO or given.compile is False
+            if name == KEPT_ACTIVATIONS and is_other:
+                continue
             parts[part] = replace(parts[part], **{name: find(key)})
         sections[prefix] = replace(section, **parts)
     return _replaced(config, sections, rollout), kept
@@ -169,7 +179,7 @@ def fill_earlier(before: Mapping[str, Any]) -> dict[str, Any]:
         if key.endswith("optimizer.lr"):
             earlier[f"{section}.decay"] = "all"
         if name == "recompute":
-            earlier[f"{section}.{KEPT}"] = 0.0
+            earlier[f"{section}.{KEPT_ACTIVATIONS}"] = 0.0
     return earlier | dict(before)
 
 
@@ -355,17 +365,18 @@ def _settle_engine(
     if given == AUTO:
         choose("recompute", *_choose_recompute(section, around, config, rollout, text))
         section = replace(section, memory=replace(section.memory, recompute=chosen["recompute"]))
-    if section.memory.kept_activations == AUTO:
+    kept = section.memory.kept_activations
+    if kept == AUTO:
         share = (0.0, "recompute is given")
         if given == AUTO:
-            share = _choose_kept(section, around, config, rollout, text)
-        choose(KEPT, *share)
+            share = _choose_kept_activations(section, around, config, rollout, text)
+        choose(KEPT_ACTIVATIONS, *share)
         section = replace(section, memory=replace(section.memory, kept_activations=share[0]))
-    elif section.memory.kept_activations and section.optimizer and KEPT not in around.options:
+    elif kept and section.optimizer and KEPT_ACTIVATIONS not in around.options:
         raise ConfigError(
-            f"memory.{KEPT}",
-            f"expected 0 with engine {section.backend!r}, got {section.memory.kept_activations:g}",
-            why=f"it has no option {KEPT}",
+            f"memory.{KEPT_ACTIVATIONS}",
+            f"expected 0 with engine {section.backend!r}, got {kept:g}",
+            why=f"it has no option {KEPT_ACTIVATIONS}",
             remedy="set it to 0, or use fsdp2 or veomni",
         )
     optimizer = section.optimizer
@@ -478,7 +489,7 @@ def _choose_recompute(
     if Capability.RECOMPUTE not in around.capabilities:
         return "none", "the engine declares no recompute"
     if section.memory.kept_activations not in (AUTO, 0):
-        return "full", f"{KEPT} is given"
+        return "full", f"{KEPT_ACTIVATIONS} is given"
     if rollout is not None and _stays_awake_colocated(config, rollout):
         return "full", _AWAKE
     decoder = Decoder.of(text)
@@ -490,7 +501,7 @@ def _choose_recompute(
     return ("none" if need <= usable else "full"), what
 
 
-def _choose_kept(
+def _choose_kept_activations(
     section: EngineSection,
     around: Surroundings,
     config: Config,
@@ -502,13 +513,13 @@ def _choose_kept(
     if memory.recompute != "full" or text is None:
         return 0.0, "nothing is recomputed"
     reasons = {
-        f"the engine has no option {KEPT}": KEPT not in around.options,
-        f"options.{KEPT} is given": KEPT in section.options,
+        f"the engine has no option {KEPT_ACTIVATIONS}": KEPT_ACTIVATIONS not in around.options,
+        f"options.{KEPT_ACTIVATIONS} is given": KEPT_ACTIVATIONS in section.options,
         "blocks are not compiled": memory.compile is not True,
         _AWAKE: rollout is not None and _stays_awake_colocated(config, rollout),
         "a model with experts": has_experts(text),
         "a model whose layers carry a state": carries_state(text),
-        "attention outside of compiled code": memory.share_prefixes or caps_scores(text),
+        "attention outside of compiled code": (memory.share_prefixes or attends_uncompiled(text)),
     }
     for why, holds in reasons.items():
         if holds:
@@ -517,7 +528,7 @@ def _choose_kept(
     assert decoder is not None, "its memory was estimated"
     usable = _usable_bytes(around)
     full = _needed_bytes(section, around, config, rollout, decoder)
-    every = decoder.results(section.build(seed=0, total_steps=1))
+    every = decoder.linear_results(section.build(seed=0, total_steps=1))
     steps = math.floor((usable - full) / every / _KEPT_STEP)
     share = round(min(steps * _KEPT_STEP, 1 - _KEPT_STEP), 2)
     if share <= 0:

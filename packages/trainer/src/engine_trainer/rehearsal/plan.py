@@ -66,6 +66,8 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "run.push_to_hub": (None, "the push to the hub"),
     "run.profile_steps": ([], "torch's profiler"),
     "engine.device": ("cpu", ""),
+    "engine.memory.kept_activations": ("auto", "kept activations, which only compiled blocks have"),
+    "algorithm.critic.memory.kept_activations": ("auto", ""),
     "rollout.device": ("auto", ""),
     "ray.address": (None, "the Ray cluster; a local one takes its place"),
     "ray.gpus_per_worker": (None, ""),

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from engine_api.capabilities import REQUESTS, Capability
 from engine_api.errors import ConfigError
 from engine_api.registry import EngineRegistry
 from engine_trainer.config import RLConfig
 from engine_trainer.config.secrets import masked
-from engine_trainer.config.sections import AUTO, KEPT, EngineSection
+from engine_trainer.config.sections import AUTO, KEPT_ACTIVATIONS, EngineSection
 from engine_trainer.utils.plugins import list_options
 
 _OFF: Mapping[Capability, str] = {
@@ -50,7 +50,9 @@ def check_engine(config: RLConfig) -> None:
     found = EngineRegistry.resolve(
         model_type=section.model_type, backend=section.backend, device=section.device
     )
-    asked = section.build(seed=0, total_steps=1)
+    # A share is looked at below, with what it needs.
+    memory = replace(section.memory, kept_activations=0.0)
+    asked = replace(section, memory=memory).build(seed=0, total_steps=1)
     overrides: dict[str, str] = {}
     for capability, is_requested in REQUESTS.items():
         if is_requested(asked) and capability not in found.plugin.capabilities:
@@ -61,8 +63,8 @@ def check_engine(config: RLConfig) -> None:
     kept = section.memory.kept_activations
     known = list_options(found.plugin, found.source)
     compiles = not overrides.keys() & {Capability.RECOMPUTE, Capability.COMPILE}
-    if kept not in (AUTO, 0) and not (compiles and KEPT in known):
-        overrides[f"the option {KEPT}"] = f"engine.memory.{KEPT}=0"
+    if kept not in (AUTO, 0) and not (compiles and KEPT_ACTIVATIONS in known):
+        overrides["kept activations"] = f"engine.memory.{KEPT_ACTIVATIONS}=0"
     if unknown := sorted(section.options.keys() - known):
         overrides[f"the options {', '.join(unknown)}"] = _without_options(section, unknown)
     if overrides:

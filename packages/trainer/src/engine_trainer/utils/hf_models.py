@@ -72,9 +72,14 @@ def carries_state(text: Any) -> bool:
     return bool(kinds & _STATE_LAYERS) or any(key.startswith(_STATE_KEYS) for key in text.to_dict())
 
 
-def caps_scores(text: Any) -> bool:
-    """Return whether a text configuration bounds the scores of its attention, as Gemma 2 does."""
-    return bool(getattr(text, "attn_logit_softcapping", None))
+def attends_uncompiled(text: Any) -> bool:
+    """Return whether a text configuration has attention that engines do not compile.
+
+    Its scores have a cap, as in Gemma 2, or some heads are wider than 256, as in Gemma 4.
+    """
+    widths = [value for key, value in text.to_dict().items() if key.endswith("head_dim")]
+    is_wide = any(isinstance(width, int) and width > 256 for width in widths)
+    return is_wide or bool(getattr(text, "attn_logit_softcapping", None))
 
 
 def random_rates(source: ModelSource) -> dict[str, float]:
