@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -545,6 +546,37 @@ def test_shutdown(arguments) -> None:
     made._server.call("shutdown")
     assert endpoint._exit_code(made._process._process, DEADLINE_S) == 0
     made.close()
+
+
+def test_a_server_answers_before_it_stops(monkeypatch) -> None:
+    """The process ends with its last answer half written otherwise."""
+    done: list[str] = []
+    stopped = threading.Event()
+    serve = server_module._Handler._serve
+
+    def answer(handler, calls):
+        serve(handler, calls)
+        done.append("answered")
+
+    def stop(_):
+        done.append("stopped")
+        stopped.set()
+
+    monkeypatch.setattr(server_module._Handler, "_serve", answer)
+    listening = Server(("127.0.0.1", 0), cast("Any", SimpleNamespace(calls={}, closed=False)))
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "shutdown", stop)
+        asking = http.client.HTTPConnection(listening.server_name, listening.server_port)
+        asking.request("POST", "/shutdown", headers={"Authorization": f"Bearer {listening.token}"})
+        assert asking.getresponse().read() == b"{}"
+        asking.close()
+        assert stopped.wait(DEADLINE_S)
+    assert done == ["answered", "stopped"]
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
 
 
 def test_a_url_that_is_none_or_where_nobody_listens(arguments) -> None:

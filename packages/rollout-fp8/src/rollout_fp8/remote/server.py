@@ -365,13 +365,20 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_S
+    _is_last = False
 
     def do_GET(self) -> None:
         self._serve({"/health": lambda **_: self._server.service.health()})
 
     def do_POST(self) -> None:
         calls = {f"/{name}": call for name, call in self._server.service.calls.items()}
-        self._serve({**calls, "/shutdown": self._shutdown})
+        try:
+            self._serve({**calls, "/shutdown": self._shutdown})
+        finally:
+            # Behind the answer: the process ends whatever its threads are about to write. In a
+            # thread, because it waits for the loop that serves.
+            if self._is_last:
+                threading.Thread(target=self._server.shutdown).start()
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Log nothing: errors are logged, requests are not."""
@@ -454,8 +461,7 @@ class _Handler(BaseHTTPRequestHandler):
         return _Refused(status, what, remedy)
 
     def _shutdown(self) -> dict[str, Any]:
-        # In a thread, because it waits for the loop that serves.
-        threading.Thread(target=self._server.shutdown).start()
+        self._is_last = True
         return {}
 
 
