@@ -146,7 +146,7 @@ def test_what_is_kept_changes_no_gradient(folder_of: Folder, name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_the_code_of_a_dense_block_is_compiled_as_a_whole(folder_of: Folder, name: str) -> None:
-    """What lies between the parts of a divided block would be kept."""
+    """A divided block would recompute uncompiled."""
     engine = make(folder_of(name))
     engine.train_batch(texts(30, 30), sft_loss)
     assert engine.resolved()["memory.recompute"] == "full"
@@ -184,7 +184,7 @@ def test_adapters_add_nothing_to_what_the_share_is_of(folder_of: Folder) -> None
 def test_blocks_that_run_uncompiled_keep_no_more(
     folder_of: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where torch.compile has met too many kinds of calls, or cannot compile the whole block."""
+    """torch.compile may meet too many kinds of calls, or be unable to compile the whole block."""
     folder = folder_of("qwen3")
     compiled, _ = measure(folder)
     with torch._dynamo.config.patch(disable=True):

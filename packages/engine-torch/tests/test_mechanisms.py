@@ -123,7 +123,7 @@ def test_wide_heads_run_on_batches_of_documents(
     monkeypatch: pytest.MonkeyPatch, lengths: list[int], window: int | None
 ) -> None:
     """FlashAttention 2 takes heads up to 256 wide."""
-    monkeypatch.setattr(attention, "_VARLEN_WIDTH", 4)
+    monkeypatch.setattr(attention, "VARLEN_WIDTH", 4)
     ours = random_inputs(
         sum(lengths), heads=4, kv_heads=2, width=8, value_width=5, dtype=torch.float64
     )
@@ -134,7 +134,7 @@ def test_wide_heads_run_on_batches_of_documents(
 
 
 def test_other_lengths_compile_no_wide_heads_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_VARLEN_WIDTH", 4)
+    monkeypatch.setattr(attention, "VARLEN_WIDTH", 4)
     counter = CompileCounter()
 
     @torch.compile(backend=counter)

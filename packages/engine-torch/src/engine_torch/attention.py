@@ -65,7 +65,7 @@ _CUDNN_EQUAL = 512
 _CUDNN_MEAN = 8192
 
 # Widest heads that FlashAttention 2 takes.
-_VARLEN_WIDTH = 256
+VARLEN_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -510,7 +510,7 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scores: _Sc
     if scores.cap is not None:
         return capped_attention(q, k, v, packing, scores.scale, window, scores.cap)
     scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-    if width > _VARLEN_WIDTH:
+    if width > VARLEN_WIDTH:
         if scores.sinks is not None:
             return _attend_plain(q, k, v, packing, scores)
         return _attend_by_document(q, k, v, packing, scale, window)

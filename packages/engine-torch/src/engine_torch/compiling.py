@@ -17,13 +17,11 @@ from torch.utils.checkpoint import (
 
 from engine_api.config import EngineConfig
 from engine_api.errors import ConfigError
+from engine_torch.attention import VARLEN_WIDTH
 from engine_torch.experts import are_experts
 from engine_torch.mixers import find_mixers
 
 __all__ = ["check_kept_activations", "compile_blocks", "recompute_in_code"]
-
-# Wider heads, and scores with a cap, run outside of compiled code.
-_COMPILED_WIDTH = 256
 
 # torch warns once in each process that such a block must not change tensors in place. Tests compare
 # its gradients with those of a block that keeps everything.
@@ -107,11 +105,15 @@ def check_kept_activations(kept: float, config: EngineConfig) -> None:
 
 
 def _is_split(block: nn.Module) -> bool:
-    """Return whether torch.compile divides a block into parts."""
+    """Return whether torch.compile divides a block into parts.
+
+    Heads wider than ``VARLEN_WIDTH`` and scores with a cap run outside of compiled code, and so may
+    experts and layers that carry a state.
+    """
     for name, module in block.named_modules():
         capped = bool(getattr(module, "attn_logit_softcapping", None))
         width = getattr(module, "head_dim", None)
-        wide = isinstance(width, int) and width > _COMPILED_WIDTH
+        wide = isinstance(width, int) and width > VARLEN_WIDTH
         if capped or wide or are_experts(name, module):
             return True
     return bool(find_mixers(block))

@@ -265,7 +265,7 @@ class Spmd:
             return found.device, find_capabilities(found.plugin, found.source, section.options)
 
     def list_options(self, section: EngineSection) -> frozenset[str]:
-        """See ``Launcher``."""
+        """Return the names of the engine's options (see ``Launcher``)."""
         found = _resolve(section)
         return frozenset(list_options(found.plugin, found.source))
 
