@@ -15,6 +15,9 @@ does the same work as the other arguments say, and prints a table of the ratios 
 precision, where the word behind the colon is the engine's ``float8_recipe``, and prints a table of
 the ratios to the first one on standard error.
 
+``--recompute full,full:0.2,none`` does it with each of these, where the number behind the colon is
+the engine's ``kept_activations``.
+
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), of
 experts those of one token, L layers, H query heads, d head width, S document length; the attention
 term is the causal half; recomputation does not count; 989.5 TFLOP/s is the H200's dense bf16 peak.
@@ -115,6 +118,7 @@ class Entry:
     layout: Parallelism
     text: str
     precision: str = "bfloat16"
+    recompute: str = "none"
     own: dict[str, Any] = field(default_factory=dict[str, Any])
     has_defaults: bool = False
 
@@ -122,12 +126,22 @@ class Entry:
         """Return the entry in a precision ``NAME[:RECIPE]`` of ``--precision``."""
         name, _, recipe = word.partition(":")
         own = {"float8_recipe": recipe} if recipe else {}
-        return replace(self, precision=name, own=own)
+        return replace(self, precision=name, own=self.own | own)
+
+    def recomputing(self, word: str) -> Entry:
+        """Return the entry that recomputes as ``NAME[:SHARE]`` of ``--recompute`` says."""
+        name, _, share = word.partition(":")
+        own = {"kept_activations": float(share)} if share else {}
+        return replace(self, recompute=name, own=self.own | own)
 
 
 def settings_of(options: argparse.Namespace, layout: Entry) -> list[Entry]:
-    """Return the entries that measure a layout: in each precision, or at the defaults."""
-    own = [layout.in_precision(word) for word in options.precision.split(",")]
+    """Return the entries that measure a layout: with each setting, or at the defaults."""
+    own = [
+        layout.in_precision(precision).recomputing(recompute)
+        for precision in options.precision.split(",")
+        for recompute in options.recompute.split(",")
+    ]
     defaults = [replace(layout, has_defaults=True)]
     return {None: own, "only": defaults, "beside": defaults + own}[options.defaults]
 
@@ -197,7 +211,7 @@ def configure(options: argparse.Namespace, entry: Entry) -> EngineConfig:
             logit_chunk=options.chunk,
             compile=compiled,
             reshard_after_forward=options.reshard,
-            recompute=options.recompute,
+            recompute=entry.recompute,  # type: ignore[arg-type]
         ),
         options=json.loads(options.options).get(entry.backend, {}) | entry.own or None,
     )
@@ -308,17 +322,21 @@ def measure(options: argparse.Namespace, entry: Entry) -> dict[str, Any]:
 
 def compare(rows: list[dict[str, Any]]) -> str:
     """Return a table of the rows with the ratios of their rates to the first one's."""
-    lines = ["| engine | precision | ms a step | tokens/s | ratio | peak GiB | loss |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    titles = "engine | precision | recomputed | ms a step | GPU ms | tokens/s | ratio | MFU"
+    lines = [f"| {titles} | peak GiB | loss |", "|---" * 10 + "|"]
     for row in rows:
         recipe = row["options"].get("float8_recipe", "")
+        share = row["options"].get("kept_activations", "")
         defaults = "defaults:" if row["defaults"] else ""
         cells = (
             row["backend"],
             " ".join(part for part in (defaults, row["precision"], recipe) if part),
+            f"{row['recompute']}, {share} kept" if share else row["recompute"],
             row["step_ms"],
+            row["gpu_ms"],
             f"{row['tokens_per_s']:,}",
             f"{row['tokens_per_s'] / rows[0]['tokens_per_s']:.2f}",
+            f"{row['mfu']:.1%}",
             row["peak_gib"],
             row["loss"],
         )
@@ -422,7 +440,9 @@ def main() -> None:
         "--no-compile", dest="compile", action="store_false", help="default: where the engine can"
     )
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument(
+        "--recompute", default="none", help="NAME[:SHARE] by commas, with the share that is kept"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument(
@@ -433,11 +453,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.precision = options.precision or ("float32" if options.device == "cpu" else "bfloat16")
-    words = options.precision.split(",")
+    settings = len(options.precision.split(",")) * len(options.recompute.split(","))
     if options.max_tokens == AUTO and options.defaults != "only":
         parser.error("--max-tokens auto: expected --defaults, without `beside`")
-    if options.defaults == "only" and len(words) > 1:
-        parser.error("--defaults: one precision, which engine-train chooses")
+    if options.defaults == "only" and settings > 1:
+        parser.error("--defaults: one precision and recomputation, which engine-train chooses")
     layouts = entries(options.backend)
     if unknown := sorted(set(json.loads(options.options)) - {entry.backend for entry in layouts}):
         parser.error(f"--options: {', '.join(unknown)}: no backend of --backend {options.backend}")
@@ -449,7 +469,7 @@ def main() -> None:
             gc.collect()
             if is_first:
                 print(json.dumps(rows[-1]), flush=True)
-    if is_first and (len(words) > 1 or options.defaults == "beside"):
+    if is_first and (settings > 1 or options.defaults == "beside"):
         print(compare(rows), file=sys.stderr, flush=True)
 
 

@@ -81,6 +81,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "qwen3-30b-a3b": _A3B,
+    # As many layers as one GPU trains.
+    "qwen3-8b-12": _COMMON
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
     # Half the layers fit one GPU together with their export.
     "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},
     # As many layers as two GPUs train.

@@ -330,6 +330,8 @@ IN_FLOAT8 = (
     "bfloat16,float8:rowwise,float8:tensorwise",
 )
 
+KEPT = ("--recompute", "full,full:0.2,none")
+
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
     "kernel-tests": Step(
@@ -461,6 +463,11 @@ STEPS = {
     ),
     **rl_steps("defaults-rl-0.6b", "qwen3-0.6b", 32768),
     **rl_steps("defaults-rl-8b", "qwen3-8b", 4096, "--new", "512"),
+    # Recomputation, and a share of the activations kept beside it.
+    "recompute-1.7b": mfu("fsdp2", "1.7b", 300, *WORK, "--tokens", "32768", *KEPT),
+    "recompute-8b-12": mfu(
+        "fsdp2", "8b-12", 300, *WORK, "--tokens", "24576", "--document", "512", *KEPT
+    ),
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
     "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),
     "mfu-8b-2-megatron-pp": mfu("megatron:pp=2", "8b", 300, *WORK, "--recompute", "full", gpus=2),

@@ -153,15 +153,27 @@ def test_defaults_beside_other_settings_come_first_and_are_what_the_ratios_refer
     """Each precision follows, and without `beside` there is one of the two."""
     (layout,) = entries("fsdp2")
     words = "bfloat16,float8:rowwise"
-    shown = settings_of(Namespace(defaults="beside", precision=words), layout)
+    shown = settings_of(Namespace(defaults="beside", precision=words, recompute="none"), layout)
     assert [entry.has_defaults for entry in shown] == [True, False, False]
     assert [entry.precision for entry in shown[1:]] == ["bfloat16", "float8"]
-    assert settings_of(Namespace(defaults="only", precision="bfloat16"), layout) == shown[:1]
-    assert settings_of(Namespace(defaults=None, precision=words), layout) == shown[1:]
-    rows = [measured("", 10000, defaults=True), measured("", 12500)]
+    one = Namespace(defaults="only", precision="bfloat16", recompute="none")
+    assert settings_of(one, layout) == shown[:1]
+    both = Namespace(defaults=None, precision=words, recompute="full,full:0.2")
+    assert [
+        (entry.precision, entry.recompute, entry.own) for entry in settings_of(both, layout)
+    ] == [
+        ("bfloat16", "full", {}),
+        ("bfloat16", "full", {"kept_activations": 0.2}),
+        ("float8", "full", {"float8_recipe": "rowwise"}),
+        ("float8", "full", {"float8_recipe": "rowwise", "kept_activations": 0.2}),
+    ]
+    rows = [
+        measured("", 10000, defaults=True),
+        measured("", 12500, options={"kept_activations": 0.2}),
+    ]
     first, second = compare(rows).splitlines()[2:]
-    assert "| defaults: bfloat16 | 2000.0 | 10,000 | 1.00 |" in first
-    assert "| bfloat16 | 2000.0 | 12,500 | 1.25 |" in second
+    assert "| defaults: bfloat16 | full | 2000.0 | 1900.0 | 10,000 | 1.00 | 40.0% |" in first
+    assert "| bfloat16 | full, 0.2 kept | 2000.0 | 1900.0 | 12,500 | 1.25 | 40.0% |" in second
 
 
 def measured(step: str, rate: int, **given: Any) -> dict[str, Any]:
@@ -181,6 +193,7 @@ def measured(step: str, rate: int, **given: Any) -> dict[str, Any]:
         "recompute": "full",
         "options": {},
         "step_ms": 2000.0,
+        "gpu_ms": 1900.0,
         "tokens_per_s": rate,
         "mfu": 0.4,
         "peak_gib": 66.94,

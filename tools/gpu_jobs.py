@@ -39,11 +39,18 @@ SHARING = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
 }
-# Servers share a GPU: the suite's models need no more than this.
-SMALL_SERVER = (
-    *("--option", "gpu_memory_utilization=0.05"),
-    *("--option", f"kv_cache_bytes={1 << 29}"),
-)
+# Servers share a GPU: the suite's models need no more than this. SGLang's share is of what is free
+# when it starts, and its neighbours take some of that until its cache is made.
+SMALL_SERVERS = {
+    "vllm": (
+        *("--option", "gpu_memory_utilization=0.05"),
+        *("--option", f"kv_cache_bytes={1 << 29}"),
+    ),
+    "sglang": (
+        *("--option", "gpu_memory_utilization=0.95"),
+        *("--option", "kv_cache_for_batch=true"),
+    ),
+}
 # Names, folders with arguments of pytest, and variables that say "on the GPU".
 TESTS: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
     "megatron-families": (
@@ -122,8 +129,7 @@ def find_arguments(name: str, worlds: Sequence[int]) -> list[str]:
     """
     matrix = load()
     if (name, "cuda") in rollout_devices(matrix):
-        own = SMALL_SERVER if name == "vllm" else ()
-        return [*rollout_arguments(matrix, name, "cuda"), *own]
+        return [*rollout_arguments(matrix, name, "cuda"), *SMALL_SERVERS.get(name, ())]
     return run_arguments(matrix, name, "cuda", worlds)
 
 

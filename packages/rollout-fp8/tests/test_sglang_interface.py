@@ -76,7 +76,10 @@ def test_the_stand_in_takes_what_the_engine_takes(method):
 
 def test_the_engine_takes_every_argument_that_it_is_given():
     options = SglangOptions(
-        attention_backend="triton", sampling_backend="pytorch", kv_cache_dtype="fp8"
+        attention_backend="triton",
+        sampling_backend="pytorch",
+        kv_cache_dtype="fp8",
+        kv_cache_for_batch=True,
     )
     given = engine_arguments(
         options,

@@ -92,6 +92,15 @@ def test_a_model_with_a_tower_is_refused_by_name(make, folder):
     assert caught.value.capability == "vision"
 
 
+def test_a_cache_for_the_batch_holds_all_its_positions_and_no_more(make):
+    limited = {"batch_size": 3, "max_model_len": 24}
+    make(**limited)
+    make(**limited, kv_cache_for_batch=True)
+    whole, own = (engine.arguments for engine in Engine.made)
+    assert "max_total_tokens" not in whole
+    assert own["max_total_tokens"] == 3 * own["context_length"] >= 3 * 24
+
+
 def test_an_fp8_cache_is_e4m3_and_refused_by_name_where_there_is_none(monkeypatch):
     fp8 = SglangOptions(kv_cache_dtype="fp8")
     arguments = {

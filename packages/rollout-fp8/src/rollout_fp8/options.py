@@ -37,6 +37,13 @@ class Options:
     ``auto`` is the rollout's dtype. ``fp8`` is e4m3, which takes half of the memory of 16 bits.
     """
 
+    kv_cache_for_batch: bool = False
+    """True makes the cache just large enough for one batch, instead of using all memory left.
+
+    That is the size of ``batch_size`` sequences of ``max_model_len`` at once. No generation uses
+    more, and a smaller cache sleeps and wakes faster.
+    """
+
     audit: bool = True
     """True compares the served weights with the exported ones after every sync."""
 
@@ -105,13 +112,6 @@ class VllmOptions(Options):
     """Size of the cache on each GPU, instead of the memory that ``gpu_memory_utilization`` leaves.
 
     Null is that memory, and 1 GiB on the CPU.
-    """
-
-    kv_cache_for_batch: bool = False
-    """True makes the cache just large enough for one batch, instead of using all memory left.
-
-    That is the size of ``batch_size`` sequences of ``max_model_len`` at once. No generation uses
-    more, and a smaller cache sleeps and wakes faster.
     """
 
     kv_cache_in_flight: Literal["recompute", "keep"] = "recompute"

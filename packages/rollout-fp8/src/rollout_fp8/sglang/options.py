@@ -217,5 +217,11 @@ def engine_arguments(
         "enable_deterministic_inference": options.deterministic,
         "custom_weight_loader": [LOADER],
         **({"cuda_graph_max_bs_decode": batch_size} if options.cuda_graph else {}),
+        # SGLang's cache is smaller where the memory left is.
+        **(
+            {"max_total_tokens": batch_size * (context + SPARE)}
+            if options.kv_cache_for_batch
+            else {}
+        ),
         **{name: value for name, value in chosen.items() if value != "auto"},
     }
