@@ -129,7 +129,7 @@ def measure(folder: Path, **changes: Any) -> tuple[int, int]:
 
     with saved_tensors_hooks(see, lambda tensor: tensor):
         engine.train_batch(batch, sft_loss)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
         engine.train_batch(batch, sft_loss)
     engine.close()
     products = sum(one.count for one in recorded.key_averages() if one.key in PRODUCTS)

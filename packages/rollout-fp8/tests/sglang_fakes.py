@@ -173,12 +173,12 @@ def make(folder):
         row = Row(backends=("sglang",), devices=("cuda",), target="x:y")
         plugin = EnginePlugin(name="sglang", contract=CONTRACT, rows=(row,))
         resolution = Resolution(plugin=plugin, row=row, device="cpu", source="test", trace=())
-        given = {"dtype": "float32", "eos_token_ids": (9,)} | options
-        made.append(
-            SglangRollout(
-                resolution=resolution, model=ModelSource(path=str(folder)), pad_token_id=0, **given
-            )
-        )
+        given = {
+            "dtype": "float32",
+            "eos_token_ids": (9,),
+            "model": ModelSource(path=str(folder)),
+        } | options
+        made.append(SglangRollout(resolution=resolution, pad_token_id=0, **given))
         return made[-1]
 
     yield build

@@ -15,6 +15,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 import sglang_fakes
+from transformers import Qwen3Config
 
 from engine_api.config import ModelSource
 from engine_api.rollout import SamplingParams
@@ -74,7 +75,8 @@ def test_the_stand_in_takes_what_the_engine_takes(method):
     assert inspect.iscoroutinefunction(ours) == is_coroutine
 
 
-def test_the_engine_takes_every_argument_that_it_is_given():
+def test_the_engine_takes_every_argument_that_it_is_given(tmp_path):
+    Qwen3Config().save_pretrained(tmp_path)
     options = SglangOptions(
         attention_backend="triton",
         sampling_backend="pytorch",
@@ -84,7 +86,7 @@ def test_the_engine_takes_every_argument_that_it_is_given():
     given = engine_arguments(
         options,
         folder=Path("x"),
-        source=ModelSource(path="x"),
+        source=ModelSource(path=str(tmp_path)),
         dtype="bfloat16",
         batch_size=4,
         gpu=0,
@@ -113,6 +115,18 @@ def test_requests_and_answers_have_the_names_that_are_used():
     for name in ("output_ids", "finish_reason", "output_token_logprobs"):
         assert f'"{name}"' in manager
     assert 'matched="NaN happened"' in text("managers/schedule_batch.py")
+
+
+def test_experts_in_float32_are_rounded_to_float16():
+    """Once they are not, ``private.keep_float32_of_experts`` can go."""
+    kernels = text("layers/moe/moe_runner/triton_utils/fused_moe.py")
+    assert (
+        "compute_type = tl.bfloat16 if hidden_states.dtype == torch.bfloat16 else tl.float16"
+        in (kernels)
+    )
+    launches = kernels.count("    invoke_fused_moe_kernel(\n")
+    assert launches == kernels.count("compute_type=compute_type") == 2
+    assert "class FusedMoE(" in text("layers/moe/fused_moe_triton/layer.py")
 
 
 def test_the_loader_is_called_as_it_expects():

@@ -5,20 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import sglang_fakes
 import torch
 from sglang_fakes import Engine
 from tiny_models import tiny_pictured_model
-from transformers import DeepseekV2Config, Qwen3Config
+from transformers import DeepseekV2Config, Qwen3Config, Qwen3MoeConfig
 from waiting import NEVER_S, until
 
+from engine_api.config import ModelSource
 from engine_api.errors import ConfigError, RolloutError, UnsupportedCapability
-from rollout_fp8.sglang import options
+from rollout_fp8.sglang import options, private
 from rollout_fp8.sglang.options import SglangOptions
 
 engine, folder, make = sglang_fakes.engine, sglang_fakes.folder, sglang_fakes.make  # fixtures
@@ -99,6 +102,48 @@ def test_a_cache_for_the_batch_holds_all_its_positions_and_no_more(make):
     whole, own = (engine.arguments for engine in Engine.made)
     assert "max_total_tokens" not in whole
     assert own["max_total_tokens"] == 3 * own["context_length"] >= 3 * 24
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_in_float32_are_in_no_graph(make, tmp_path, dtype):
+    """The graphs are captured before SGLang's kernel can be corrected."""
+    for config in (Qwen3Config(), Qwen3MoeConfig(num_experts=4)):
+        config.save_pretrained(tmp_path)
+        make(dtype=dtype, model=ModelSource(path=str(tmp_path)))
+    dense, experts = (engine.arguments for engine in Engine.made)
+    assert dense["disable_cuda_graph"] is False
+    assert experts["disable_cuda_graph"] is (dtype == "float32")
+    assert ("cuda_graph_max_bs_decode" in experts) is not experts["disable_cuda_graph"]
+
+
+def test_the_kernel_of_experts_writes_float32_where_the_model_is(monkeypatch):
+    class FusedMoE(torch.nn.Linear):
+        pass
+
+    given: list[object] = []
+    path = "sglang.srt.layers.moe.moe_runner.triton_utils"
+    kernels = ModuleType(f"{path}.fused_moe")
+    kernels.invoke_fused_moe_kernel = lambda *_, compute_type: given.append(compute_type)
+    parts = path.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[path].fused_moe = kernels
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    language = ModuleType("triton.language")
+    language.float32 = "float32"
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    sys.modules["triton"].language = language
+
+    own = kernels.invoke_fused_moe_kernel
+    for model in (torch.nn.Linear(1, 1), FusedMoE(1, 1).bfloat16()):
+        private.keep_float32_of_experts(torch.nn.Sequential(model))
+        assert kernels.invoke_fused_moe_kernel is own
+    for _ in range(2):
+        private.keep_float32_of_experts(torch.nn.Sequential(FusedMoE(1, 1)))
+    for dtype in (torch.float32, torch.float16):
+        kernels.invoke_fused_moe_kernel(torch.zeros(1, dtype=dtype), compute_type="float16")
+    assert given == ["float32", "float16"]
 
 
 def test_an_fp8_cache_is_e4m3_and_refused_by_name_where_there_is_none(monkeypatch):

@@ -58,6 +58,12 @@ class RoutedLayers:
         return whole
 
 
+def count_experts(source: ModelSource) -> int:
+    """Return the number of experts in a layer of a model, 0 for a dense one."""
+    text = config_of(source).get_text_config()
+    return next((int(n) for key in _EXPERTS if (n := getattr(text, key, None))), 0)
+
+
 def routed_layers(source: ModelSource) -> RoutedLayers:
     """Return the layers and experts of a model.
 
@@ -65,7 +71,7 @@ def routed_layers(source: ModelSource) -> RoutedLayers:
         UnsupportedCapability: the model has no experts.
     """
     text = config_of(source).get_text_config()
-    experts = next((int(n) for key in _EXPERTS if (n := getattr(text, key, None))), 0)
+    experts = count_experts(source)
     top_k = getattr(text, "num_experts_per_tok", None)
     if not experts or not top_k:
         raise UnsupportedCapability(

@@ -60,6 +60,7 @@ def _learn(model: Any, stream: RemoteStream) -> Any:
     setattr(model, RECEIVER, None)
     for _ in stream.buckets():
         raise AssertionError("a plan of no buckets")
+    private.keep_float32_of_experts(model)
     receiver = Receiver(ServedWeights(model), stream.plan, model.load_weights)
     setattr(model, RECEIVER, receiver)
     return receiver.boxes

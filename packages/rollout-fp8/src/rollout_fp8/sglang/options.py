@@ -13,6 +13,7 @@ import torch
 
 from engine_api.config import ModelSource, check_choice
 from engine_api.errors import ConfigError
+from rollout_fp8.experts import count_experts
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.kernels.capability import require_fp8
 from rollout_fp8.model import config_of
@@ -46,7 +47,10 @@ class SglangOptions(Options):
     """Kernels of sampling. ``auto`` is SGLang's choice."""
 
     cuda_graph: bool = True
-    """True captures decoding in CUDA graphs, for up to ``batch_size`` completions."""
+    """True captures decoding in CUDA graphs, for up to ``batch_size`` completions.
+
+    Experts in float32 are computed without graphs.
+    """
 
     deterministic: bool = True
     """True lets every draw follow its seed, in SGLang's deterministic mode.
@@ -192,6 +196,8 @@ def engine_arguments(
     context: int,
 ) -> dict[str, Any]:
     """Return the arguments of ``sglang.Engine``."""
+    # The graphs would hold SGLang's own kernel of experts (``private.keep_float32_of_experts``).
+    captured = options.cuda_graph and not (dtype == "float32" and count_experts(source))
     attention = options.attention_backend
     if attention == "auto" and dtype == "float32":
         attention = "triton"
@@ -212,11 +218,11 @@ def engine_arguments(
         "mem_fraction_static": max(
             options.gpu_memory_utilization - ACTIVATIONS, options.gpu_memory_utilization / 2
         ),
-        "disable_cuda_graph": not options.cuda_graph,
+        "disable_cuda_graph": not captured,
         "enable_memory_saver": options.memory_saver,
         "enable_deterministic_inference": options.deterministic,
         "custom_weight_loader": [LOADER],
-        **({"cuda_graph_max_bs_decode": batch_size} if options.cuda_graph else {}),
+        **({"cuda_graph_max_bs_decode": batch_size} if captured else {}),
         # SGLang's cache is smaller where the memory left is.
         **(
             {"max_total_tokens": batch_size * (context + SPARE)}

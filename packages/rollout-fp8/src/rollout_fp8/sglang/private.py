@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -50,6 +52,34 @@ def renew_derived(model: Any) -> None:
     """
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()
+
+
+def keep_float32_of_experts(model: nn.Module) -> None:
+    """Let SGLang's kernel of experts write float32 where its input is float32.
+
+    Other models are left as they are.
+
+    It rounds the results to float16 there (0.5.16, ``compute_type`` in ``fused_moe.py``), which
+    moved log-probs by 0.004 nats. CUDA graphs that were captured before stay as they were.
+    Upstream: no thread known; vllm-project/vllm#11921 corrected the same line of vLLM.
+    """
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if "FusedMoE" not in kinds or next(model.parameters()).dtype != torch.float32:
+        return
+    import triton.language as tl
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
+
+    launch = fused_moe.invoke_fused_moe_kernel
+    if hasattr(launch, "__wrapped__"):
+        return
+
+    @wraps(launch)
+    def invoke(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if inputs.dtype == torch.float32:
+            kwargs["compute_type"] = tl.float32
+        launch(inputs, *args, **kwargs)
+
+    fused_moe.invoke_fused_moe_kernel = invoke
 
 
 def is_constant(parameter: nn.Parameter) -> bool:
