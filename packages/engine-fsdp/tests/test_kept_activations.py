@@ -201,7 +201,8 @@ def test_engines_with_one_setting_share_their_code(folder_of: Folder) -> None:
     for kept in (0.3, 0.3, 0.1):
         measure(folder_of("qwen3"), options={"kept_activations": kept})
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts == [1, 1, 2]
+    # On CUDA other functions are compiled by the first one, too.
+    assert [count - counts[0] for count in counts] == [0, 0, 1]
 
 
 @pytest.mark.turn
@@ -233,12 +234,15 @@ def test_the_adapters_dropout_is_the_same_when_it_is_computed_again(folder_of: F
     check_equal(find_gradients(folder_of("qwen3"), lora=adapter, options=kept), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gemma2"])
-def test_blocks_of_experts_and_states_recompute_as_a_whole(
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gemma2", "dropout"])
+def test_blocks_of_experts_states_and_dropout_recompute_as_a_whole(
     folder_of: Folder, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    adapter = LoraConfig(rank=4, target_modules=["q_proj"], dropout=0.5)
+    changes: dict[str, Any] = {"lora": adapter} if name == "dropout" else {}
+    folder = folder_of("qwen3" if name == "dropout" else name)
     # A GPU would need kernels for states.
-    engine = make(folder_of(name), device="cpu", options={"kept_activations": 0.2})
+    engine = make(folder, device="cpu", options={"kept_activations": 0.2}, **changes)
     assert all(block.gradient_checkpointing for block in engine._blocks)
     engine.close()
     assert "options.kept_activations is 0.2, but 4 of 4 blocks keep nothing" in caplog.text

@@ -210,8 +210,8 @@ class FSDPEngine(DTensorEngine):
         if options.kept_activations and left and self.comm.rank == 0:
             log.warning(
                 "options.kept_activations is %g, but %d of %d blocks keep nothing: they hold "
-                "experts, layers that carry a state or attention that is not compiled, or "
-                "recompute in code of their family",
+                "experts, layers that carry a state, dropout or attention that is not compiled, "
+                "or recompute in code of their family",
                 options.kept_activations,
                 left,
                 len(self._blocks),

@@ -269,6 +269,7 @@ def test_the_share_stands_with_its_reason(folder: Path) -> None:
         ({}, {"options": frozenset()}, "the engine has no option kept_activations"),
         ({}, {"lacks": frozenset({Capability.RECOMPUTE})}, "nothing is recomputed"),
         ({"optimizer": None}, {}, "nothing is recomputed"),
+        ({"lora": {"rank": 8, "dropout": 0.1}}, {"free": 12 * GIB}, "adapters with dropout"),
     ],
     ids=str,
 )

@@ -96,7 +96,8 @@ class MemorySection(Memory):
 
     ``auto`` is 0 unless ``recompute: auto`` chose ``full``. It is then the largest multiple of 0.05
     whose estimated memory fits into the device's free memory. It stays 0 for a model with experts,
-    with layers that carry a state, or with attention that is not compiled.
+    with layers that carry a state, with adapters that have dropout, or with attention that is not
+    compiled.
     """
 
     compile: bool | Literal["auto"] = AUTO  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]

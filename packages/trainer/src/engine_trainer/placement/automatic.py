@@ -517,6 +517,7 @@ def _choose_kept_activations(
         f"options.{KEPT_ACTIVATIONS} is given": KEPT_ACTIVATIONS in section.options,
         "blocks are not compiled": memory.compile is not True,
         _AWAKE: rollout is not None and _stays_awake_colocated(config, rollout),
+        "adapters with dropout": section.lora is not None and section.lora.dropout > 0,
         "a model with experts": has_experts(text),
         "a model whose layers carry a state": carries_state(text),
         "attention outside of compiled code": (memory.share_prefixes or attends_uncompiled(text)),
