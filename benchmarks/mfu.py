@@ -15,8 +15,8 @@ does the same work as the other arguments say, and prints a table of the ratios 
 precision, where the word behind the colon is the engine's ``float8_recipe``, and prints a table of
 the ratios to the first one on standard error.
 
-``--recompute full,full:0.2,none`` does it with each of these, where the number behind the colon is
-the engine's ``kept_activations``.
+``--recompute full,full:0.2,none`` measures each of these, where the number behind the colon is the
+engine's ``kept_activations``, and prints such a table.
 
 MFU = (6 N + 6 L H d S) · tokens/s ÷ (989.5e12 · GPUs): N parameters with the head once (tied), of
 experts those of one token, L layers, H query heads, d head width, S document length; the attention
@@ -112,7 +112,7 @@ def packed(shape: dict[str, Any], tokens: int, document: int, seed: int) -> Batc
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """An engine, its layout over ranks and its precision."""
+    """An engine, its layout over ranks, its precision and what it recomputes."""
 
     backend: str
     layout: Parallelism
@@ -441,7 +441,9 @@ def main() -> None:
     )
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")
     parser.add_argument(
-        "--recompute", default="none", help="NAME[:SHARE] by commas, with the share that is kept"
+        "--recompute",
+        default="none",
+        help="none or full[:SHARE] by commas, where SHARE of the activations is kept",
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)

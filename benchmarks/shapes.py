@@ -53,6 +53,13 @@ _A3B = _COMMON | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+_8B = _COMMON | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _COMMON
     | {
@@ -72,24 +79,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "tie_word_embeddings": True,
     },
-    "qwen3-8b": _COMMON
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-30b-a3b": _A3B,
+    "qwen3-8b": _8B,
     # As many layers as one GPU trains.
-    "qwen3-8b-12": _COMMON
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+    "qwen3-8b-12": _8B | {"num_hidden_layers": 12},
+    "qwen3-30b-a3b": _A3B,
     # Half the layers fit one GPU together with their export.
     "qwen3-30b-a3b-cut": _A3B | {"num_hidden_layers": 24},
     # As many layers as two GPUs train.

@@ -331,6 +331,8 @@ IN_FLOAT8 = (
 )
 
 KEPT = ("--recompute", "full,full:0.2,none")
+# A GPU of 80 GB does not have the memory to recompute nothing.
+FEWER = ("--recompute", "full,full:0.2")
 
 STEPS = {
     "kernels": Step(command=("-m", "benchmarks.kernels"), seconds=90),
@@ -463,10 +465,14 @@ STEPS = {
     ),
     **rl_steps("defaults-rl-0.6b", "qwen3-0.6b", 32768),
     **rl_steps("defaults-rl-8b", "qwen3-8b", 4096, "--new", "512"),
-    # Recomputation, and a share of the activations kept beside it.
-    "recompute-1.7b": mfu("fsdp2", "1.7b", 300, *WORK, "--tokens", "32768", *KEPT),
-    "recompute-8b-12": mfu(
-        "fsdp2", "8b-12", 300, *WORK, "--tokens", "24576", "--document", "512", *KEPT
+    # Recomputation of all activations, of those that a share leaves, and of none.
+    "recompute-1.7b": replace(
+        mfu("fsdp2", "1.7b", 300, *WORK, "--tokens", "32768", *KEPT), gib=92, smaller=FEWER
+    ),
+    "recompute-8b-12": replace(
+        mfu("fsdp2", "8b-12", 300, *WORK, "--tokens", "24576", "--document", "512", *KEPT),
+        gib=92,
+        smaller=FEWER,
     ),
     "float8-1.7b": mfu("fsdp2", "1.7b", 400, *WORK, "--tokens", "32768", *IN_FLOAT8),
     "float8-8b-2": mfu("fsdp2", "8b", 590, *WORK, *IN_FLOAT8, gpus=2),

@@ -150,7 +150,7 @@ def test_the_arguments_for_a_small_gpu_are_in_the_command_that_runs_and_are_said
 
 
 def test_defaults_beside_other_settings_come_first_and_are_what_the_ratios_refer_to() -> None:
-    """Each precision follows, and without `beside` there is one of the two."""
+    """Each precision follows, each with all settings of recomputation."""
     (layout,) = entries("fsdp2")
     words = "bfloat16,float8:rowwise"
     shown = settings_of(Namespace(defaults="beside", precision=words, recompute="none"), layout)

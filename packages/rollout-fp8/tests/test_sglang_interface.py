@@ -120,10 +120,8 @@ def test_requests_and_answers_have_the_names_that_are_used():
 def test_experts_in_float32_are_rounded_to_float16():
     """Once they are not, ``private.keep_float32_of_experts`` can go."""
     kernels = text("layers/moe/moe_runner/triton_utils/fused_moe.py")
-    assert (
-        "compute_type = tl.bfloat16 if hidden_states.dtype == torch.bfloat16 else tl.float16"
-        in (kernels)
-    )
+    chosen = "tl.bfloat16 if hidden_states.dtype == torch.bfloat16 else tl.float16"
+    assert f"compute_type = {chosen}" in kernels
     launches = kernels.count("    invoke_fused_moe_kernel(\n")
     assert launches == kernels.count("compute_type=compute_type") == 2
     assert "class FusedMoE(" in text("layers/moe/fused_moe_triton/layer.py")

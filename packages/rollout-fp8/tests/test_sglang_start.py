@@ -16,7 +16,14 @@ import sglang_fakes
 import torch
 from sglang_fakes import Engine
 from tiny_models import tiny_pictured_model
-from transformers import DeepseekV2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    GptOssConfig,
+    JambaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from waiting import NEVER_S, until
 
 from engine_api.config import ModelSource
@@ -95,13 +102,16 @@ def test_a_model_with_a_tower_is_refused_by_name(make, folder):
     assert caught.value.capability == "vision"
 
 
-def test_a_cache_for_the_batch_holds_all_its_positions_and_no_more(make):
+def test_a_cache_for_the_batch_holds_whole_pages_of_all_its_sequences(make):
     limited = {"batch_size": 3, "max_model_len": 24}
     make(**limited)
     make(**limited, kv_cache_for_batch=True)
     whole, own = (engine.arguments for engine in Engine.made)
     assert "max_total_tokens" not in whole
-    assert own["max_total_tokens"] == 3 * own["context_length"] >= 3 * 24
+    page = options.PAGE
+    assert own["context_length"] <= page
+    # And the two pages that SGLang's own limit leaves out.
+    assert own["max_total_tokens"] == 3 * page + 2 * page
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -116,34 +126,48 @@ def test_experts_in_float32_are_in_no_graph(make, tmp_path, dtype):
     assert ("cuda_graph_max_bs_decode" in experts) is not experts["disable_cuda_graph"]
 
 
-def test_the_kernel_of_experts_writes_float32_where_the_model_is(monkeypatch):
-    class FusedMoE(torch.nn.Linear):
+def test_the_kernel_of_experts_writes_float32_where_its_input_is(monkeypatch):
+    class FusedMoE(torch.nn.Module):
         pass
 
     given: list[object] = []
-    path = "sglang.srt.layers.moe.moe_runner.triton_utils"
-    kernels = ModuleType(f"{path}.fused_moe")
-    kernels.invoke_fused_moe_kernel = lambda *_, compute_type: given.append(compute_type)
-    parts = path.split(".")
-    for count in range(1, len(parts) + 1):
-        name = ".".join(parts[:count])
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules[path].fused_moe = kernels
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    language = ModuleType("triton.language")
-    language.float32 = "float32"
-    monkeypatch.setitem(sys.modules, "triton.language", language)
-    sys.modules["triton"].language = language
+    names = ["sglang", "srt", "layers", "moe", "moe_runner", "triton_utils", "fused_moe"]
+    paths = [".".join(names[: count + 1]) for count in range(len(names))]
+    for path in (*paths, "triton", "triton.language"):
+        monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    sys.modules["triton.language"].float32 = "float32"
+    sys.modules["triton"].language = sys.modules["triton.language"]
+    kernels = sys.modules[paths[-1]]
+    own = kernels.invoke_fused_moe_kernel = lambda *_, compute_type: given.append(compute_type)
 
-    own = kernels.invoke_fused_moe_kernel
-    for model in (torch.nn.Linear(1, 1), FusedMoE(1, 1).bfloat16()):
-        private.keep_float32_of_experts(torch.nn.Sequential(model))
-        assert kernels.invoke_fused_moe_kernel is own
-    for _ in range(2):
-        private.keep_float32_of_experts(torch.nn.Sequential(FusedMoE(1, 1)))
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, paths[-1])
+        private.keep_float32_of_experts(torch.nn.Linear(1, 1))
+    assert kernels.invoke_fused_moe_kernel is own
+    for model in (FusedMoE(), torch.nn.Sequential(FusedMoE()), torch.nn.Linear(1, 1)):
+        private.keep_float32_of_experts(model)
+        assert kernels.invoke_fused_moe_kernel.__wrapped__ is own
     for dtype in (torch.float32, torch.float16):
         kernels.invoke_fused_moe_kernel(torch.zeros(1, dtype=dtype), compute_type="float16")
     assert given == ["float32", "float16"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GptOssConfig(num_hidden_layers=2),
+        Qwen3NextConfig(num_hidden_layers=4),
+        JambaConfig(num_hidden_layers=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_cache_for_the_batch_is_refused_where_layers_have_caches_of_other_sizes(config):
+    wanted = SglangOptions(kv_cache_for_batch=True)
+    options.check_cache(wanted, Qwen3Config())
+    options.check_cache(SglangOptions(), config)
+    with pytest.raises(ConfigError, match=f"expected false for a {config.model_type}") as caught:
+        options.check_cache(wanted, config)
+    assert caught.value.field == "rollout.options.kv_cache_for_batch"
 
 
 def test_an_fp8_cache_is_e4m3_and_refused_by_name_where_there_is_none(monkeypatch):

@@ -71,6 +71,15 @@ def test_a_sync_serves_every_byte(started, monkeypatch, fp8):
         assert {"install", "audit", "transfer", "quantize"} <= result.seconds.keys()
 
 
+def test_the_first_sync_corrects_the_kernel_of_experts(started, monkeypatch):
+    corrected: list[Any] = []
+    monkeypatch.setattr(loader.private, "keep_float32_of_experts", corrected.append)
+    server, session = started(ServedModel())
+    for version, seed in enumerate((0, 11)):
+        session.run(stream_of(seed), version)
+    assert corrected == [server.model]
+
+
 def test_connections_and_buffers_are_made_at_the_first_sync_alone(started, monkeypatch):
     monkeypatch.setattr(exporter, "BUCKET_BYTES", 1 << 18)
     opened: list[str] = []

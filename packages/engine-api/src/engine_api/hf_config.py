@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from engine_api.errors import ConfigError
+from engine_api.hf_layers import EXPERT_KEYS
 
 # Keys for the size of a model, with the least and the largest plausible value.
 _SIZES = {
@@ -24,7 +25,6 @@ _SIZES = {
     "n_routed_experts": (0, 2**14),
     "num_experts_per_tok": (0, 2**14),
 }
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Experts of all layers together. The largest model of 2026 has 23,424, and a table of all names
 # beyond this bound takes gigabytes before the first file is looked at.
 _MOST_EXPERTS = 2**18
@@ -210,7 +210,7 @@ def check_sizes(text: Any, file: str, field: str) -> None:
                     remedy="correct the file, or fetch it again",
                 )
     layers = _size(text, "num_hidden_layers")
-    for key in _EXPERTS:
+    for key in EXPERT_KEYS:
         experts = _size(text, key)
         if type(layers) is int and type(experts) is int and layers * experts > _MOST_EXPERTS:
             raise ConfigError(

@@ -203,15 +203,19 @@ class FSDPEngine(DTensorEngine):
     def _compile(self) -> None:
         options = self.options
         memory = self.config.memory
+        adapter = self.config.lora
+        # Such a backward pass torch 2.11 does not compile on CUDA with dropout ("Node add was
+        # invalid, but is output"). Dropout of the model itself is refused.
+        drops = adapter is not None and adapter.dropout > 0
         # Attention to shared prefixes runs outside of compiled code.
-        if memory.recompute == "full" and not memory.share_prefixes:
+        if memory.recompute == "full" and not memory.share_prefixes and not drops:
             self._recomputed = recompute_in_code(self._blocks, options.kept_activations)
         left = len(self._blocks) - len(self._recomputed)
         if options.kept_activations and left and self.comm.rank == 0:
             log.warning(
                 "options.kept_activations is %g, but %d of %d blocks keep nothing: they hold "
-                "experts, layers that carry a state, dropout or attention that is not compiled, "
-                "or recompute in code of their family",
+                "experts, layers that carry a state, adapters with dropout or attention that is "
+                "not compiled, or recompute in code of their family",
                 options.kept_activations,
                 left,
                 len(self._blocks),

@@ -63,8 +63,9 @@ class FSDPOptions(Float8Options, SharedOptions):
 
     They are the first ones that fit, and everything else is computed again. A run of the trainer
     sets it by ``memory.kept_activations``. The option is for dense blocks: those with experts, with
-    layers that carry a state from token to token, with dropout, or with attention that is not
-    compiled (scores with a cap, heads wider than 256, shared prefixes) compute everything again.
+    layers that carry a state from token to token, with adapters that have dropout, or with
+    attention that is not compiled (scores with a cap, heads wider than 256, shared prefixes)
+    compute everything again.
     """
 
     def __post_init__(self) -> None:

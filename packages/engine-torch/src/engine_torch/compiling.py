@@ -68,7 +68,7 @@ def recompute_in_code(blocks: Iterable[Any], kept: float) -> list[nn.Module]:
 
     Blocks with experts, with layers that carry a state from token to token, or with attention that
     runs outside of compiled code are left as they are: they are compiled in parts, which a
-    recomputation within their code excludes. So are blocks with dropout.
+    recomputation within their code excludes.
 
     Args:
         blocks: blocks of a transformers model that recompute as a whole
@@ -105,18 +105,16 @@ def check_kept_activations(kept: float, config: EngineConfig) -> None:
 
 
 def _is_split(block: nn.Module) -> bool:
-    """Return whether torch.compile divides a block into parts, or cannot recompute within them.
+    """Return whether torch.compile divides a block into parts.
 
     Heads wider than ``VARLEN_WIDTH`` and scores with a cap run outside of compiled code, and so may
-    experts and layers that carry a state. With dropout torch 2.11 compiles no backward pass of such
-    a recomputation on CUDA ("Node add was invalid, but is output").
+    experts and layers that carry a state.
     """
     for name, module in block.named_modules():
         capped = bool(getattr(module, "attn_logit_softcapping", None))
         width = getattr(module, "head_dim", None)
         wide = isinstance(width, int) and width > VARLEN_WIDTH
-        drops = isinstance(module, nn.Dropout) and module.p > 0
-        if capped or wide or drops or are_experts(name, module):
+        if capped or wide or are_experts(name, module):
             return True
     return bool(find_mixers(block))
 

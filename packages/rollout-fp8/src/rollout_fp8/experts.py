@@ -9,11 +9,9 @@ import torch
 
 from engine_api.config import ModelSource
 from engine_api.errors import RolloutError, UnsupportedCapability
+from engine_api.hf_layers import count_experts
 from engine_api.hf_routers import smallest_dtype
 from rollout_fp8.model import config_of
-
-# Keys of config.json that name the number of experts in a layer, by families.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +56,6 @@ class RoutedLayers:
         return whole
 
 
-def count_experts(source: ModelSource) -> int:
-    """Return the number of experts in a layer of a model, 0 for a dense one."""
-    text = config_of(source).get_text_config()
-    return next((int(n) for key in _EXPERTS if (n := getattr(text, key, None))), 0)
-
-
 def routed_layers(source: ModelSource) -> RoutedLayers:
     """Return the layers and experts of a model.
 
@@ -71,7 +63,7 @@ def routed_layers(source: ModelSource) -> RoutedLayers:
         UnsupportedCapability: the model has no experts.
     """
     text = config_of(source).get_text_config()
-    experts = count_experts(source)
+    experts = count_experts(text)
     top_k = getattr(text, "num_experts_per_tok", None)
     if not experts or not top_k:
         raise UnsupportedCapability(

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig, Memory, ModelSource, Parallelism, Precision
 from engine_api.errors import ConfigError
+from engine_api.hf_layers import EXPERT_KEYS
 from engine_api.plugin import CONTRACT, EnginePlugin
 from engine_trainer.config import (
     DPOConfig,
@@ -40,7 +41,7 @@ from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import why_unfit
 from engine_trainer.rollouts.plugin import PLUGIN as LOCAL
 from engine_trainer.run.checkpoints import compare, list_defaults
-from engine_trainer.utils.hf_models import EXPERT_KEYS, text_config
+from engine_trainer.utils.hf_models import text_config
 
 # Qwen3-0.6B.
 SMALL = {

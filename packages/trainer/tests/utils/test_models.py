@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_api.hf_layers import carries_state
 from engine_torch.mixers import find_mixers
 from engine_trainer.config.sections import DataSection
 from engine_trainer.data import load_tokenizer, positions_of
@@ -162,4 +163,4 @@ def test_models_whose_layers_carry_a_state_are_known_by_their_configuration(name
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(name))
     assert bool(find_mixers(model)) == carries
-    assert models.carries_state(model.config) == carries
+    assert carries_state(model.config) == carries

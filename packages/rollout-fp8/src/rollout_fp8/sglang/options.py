@@ -13,7 +13,7 @@ import torch
 
 from engine_api.config import ModelSource, check_choice
 from engine_api.errors import ConfigError
-from rollout_fp8.experts import count_experts
+from engine_api.hf_layers import carries_state, count_experts
 from rollout_fp8.fp8.layers import server_config
 from rollout_fp8.kernels.capability import require_fp8
 from rollout_fp8.model import config_of
@@ -27,6 +27,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 # (managers/scheduler.py, managers/tp_worker.py); with these more, every position of the model can
 # be used.
 SPARE = 8
+# Largest page of its cache, in tokens (0.5.16, ``arg_groups/overrides.py``). A sequence has whole
+# pages.
+PAGE = 256
 # Share of the GPU's memory: SGLang's own share counts weights and caches, but not activations and
 # CUDA graphs.
 ACTIVATIONS = 0.08
@@ -49,7 +52,7 @@ class SglangOptions(Options):
     cuda_graph: bool = True
     """True captures decoding in CUDA graphs, for up to ``batch_size`` completions.
 
-    Experts in float32 are computed without graphs.
+    A model with experts in float32 is served without graphs.
     """
 
     deterministic: bool = True
@@ -107,11 +110,26 @@ def check_arguments(
 
 
 def check_cache(options: SglangOptions, config: Any) -> None:
-    """Raise ``ConfigError`` for an FP8 cache of a model that has none.
+    """Raise ``ConfigError`` for a cache that SGLang cannot have for a model.
 
-    ``config`` is the model's configuration of transformers.
+    That is an FP8 cache of a model that has none, or one for the batch where layers with windows
+    and states have caches of their own: SGLang makes these a share of the other one, or of the
+    memory that is left (0.5.16, ``pool_configurator.py`` and ``kv_cache_configurator.py``).
+
+    Args:
+        options: the rollout's options.
+        config: the model's configuration of transformers.
     """
-    latent = getattr(config.get_text_config(), "kv_lora_rank", None)
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if options.kv_cache_for_batch and (kinds or carries_state(text)):
+        raise ConfigError(
+            "rollout.options.kv_cache_for_batch",
+            f"expected false for a {config.model_type}, got true",
+            why="SGLang has caches of another size for its layers with windows or states",
+            remedy="rollout.options.kv_cache_for_batch=false",
+        )
+    latent = getattr(text, "kv_lora_rank", None)
     if options.kv_cache_dtype == "fp8" and latent:
         raise ConfigError(
             "rollout.options.kv_cache_dtype",
@@ -197,7 +215,9 @@ def engine_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of ``sglang.Engine``."""
     # The graphs would hold SGLang's own kernel of experts (``private.keep_float32_of_experts``).
-    captured = options.cuda_graph and not (dtype == "float32" and count_experts(source))
+    captured = options.cuda_graph and not (
+        dtype == "float32" and count_experts(config_of(source).get_text_config())
+    )
     attention = options.attention_backend
     if attention == "auto" and dtype == "float32":
         attention = "triton"
@@ -223,11 +243,20 @@ def engine_arguments(
         "enable_deterministic_inference": options.deterministic,
         "custom_weight_loader": [LOADER],
         **({"cuda_graph_max_bs_decode": batch_size} if captured else {}),
-        # SGLang's cache is smaller where the memory left is.
         **(
-            {"max_total_tokens": batch_size * (context + SPARE)}
+            {"max_total_tokens": _positions_of_batch(batch_size, context)}
             if options.kv_cache_for_batch
             else {}
         ),
         **{name: value for name, value in chosen.items() if value != "auto"},
     }
+
+
+def _positions_of_batch(batch_size: int, context: int) -> int:
+    """Return the positions of a cache for a batch.
+
+    SGLang takes fewer if less memory is left. Its longest sequence is two pages shorter than its
+    cache (``SglangRollout._learn_limits``).
+    """
+    pages = -(-(context + SPARE) // PAGE)
+    return (batch_size * pages + 2) * PAGE

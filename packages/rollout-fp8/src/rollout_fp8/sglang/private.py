@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import importlib
+import sys
 from functools import wraps
 from typing import Any
 
@@ -57,18 +59,19 @@ def renew_derived(model: Any) -> None:
 def keep_float32_of_experts(model: nn.Module) -> None:
     """Let SGLang's kernel of experts write float32 where its input is float32.
 
-    Other models are left as they are.
-
-    It rounds the results to float16 there (0.5.16, ``compute_type`` in ``fused_moe.py``), which
-    moved log-probs by 0.004 nats. CUDA graphs that were captured before stay as they were.
-    Upstream: no thread known; vllm-project/vllm#11921 corrected the same line of vLLM.
+    SGLang 0.5.16 has it write float16 for every dtype but bfloat16 (``compute_type`` in
+    ``fused_moe.py``), which moved log-probs of a float32 model by 0.004 nats. CUDA graphs that were
+    captured before hold the old kernel. Models without experts are left alone. Upstream: no thread
+    known; vllm-project/vllm#11921 corrected such a line in vLLM.
     """
+    path = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if "FusedMoE" not in kinds or next(model.parameters()).dtype != torch.float32:
+    # Some families call its functions from modules of their own, and have imported them.
+    if path not in sys.modules and "FusedMoE" not in kinds:
         return
     import triton.language as tl
-    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe
 
+    fused_moe: Any = importlib.import_module(path)
     launch = fused_moe.invoke_fused_moe_kernel
     if hasattr(launch, "__wrapped__"):
         return

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_api.config import EngineConfig
+from engine_api.hf_layers import count_experts
 from engine_trainer.scaling.shapes import Shape
-from engine_trainer.utils.hf_models import EXPERT_KEYS
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number by the dtype of the computation (float8 keeps bfloat16)."""
@@ -49,7 +49,7 @@ class Decoder:
             values[key] = getattr(text, key, None)
         if _list_unknown(text):
             return None
-        values["num_experts"] = next((values[key] for key in EXPERT_KEYS if values.get(key)), None)
+        values["num_experts"] = count_experts(text) or None
         # Families differ in their norms; those of heads are counted where they are not known.
         norms = str(getattr(text, "model_type", "")) not in ("llama", "mistral", "qwen2")
         return Decoder(shape=Shape.from_config("", values), norms_heads=norms)

@@ -17,6 +17,7 @@ from engine_api.capabilities import Capability
 from engine_api.config import Memory, Precision
 from engine_api.devices import device_of
 from engine_api.errors import ConfigError
+from engine_api.hf_layers import carries_state, has_experts
 from engine_trainer.config import Config, RewardModelConfig, RLConfig
 from engine_trainer.config.engine_keys import named_below
 from engine_trainer.config.sections import AUTO, KEPT_ACTIVATIONS, EngineSection, RolloutSection
@@ -27,8 +28,6 @@ from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
 from engine_trainer.utils.hf_models import (
     attends_uncompiled,
-    carries_state,
-    has_experts,
     text_config,
 )
 

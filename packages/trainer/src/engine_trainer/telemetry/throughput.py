@@ -24,9 +24,10 @@ from typing import Any
 from engine_api.capabilities import Capability
 from engine_api.config import EngineConfig
 from engine_api.contract import Engine
+from engine_api.hf_layers import has_experts
 from engine_api.hf_vision import has_vision
 from engine_trainer.scaling.shapes import Shape
-from engine_trainer.utils.hf_models import has_experts, hf_config, text_config
+from engine_trainer.utils.hf_models import hf_config, text_config
 
 # Dense bf16 tensor-core peaks, FLOP/s, by a part of the device's name (vendor data sheets).
 PEAK = {

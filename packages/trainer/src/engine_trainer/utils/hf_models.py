@@ -16,12 +16,6 @@ from engine_api.hf_overrides import override
 from engine_trainer.config.sections import EngineSection
 
 MODEL_KEY = "engine.model.path"
-EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a model's configuration with the number of its experts, of which a family has one."""
-
-# Kinds of layers, and the beginnings of keys, of models whose layers carry a state.
-_STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2"}
-_STATE_KEYS = ("mamba_", "ssm_", "conv_", "linear_", "lru_", "time_step_")
 
 CONFIG = "config.json"
 # A cache that has one of these files has been filled.
@@ -59,17 +53,6 @@ def text_config(source: ModelSource) -> Any:
     require_source(source.path, MODEL_KEY, source.revision)
     what = f"no model that transformers knows at {source.path!r}"
     return hf_config(source, what=what, remedy=_inside(Path(source.path))).get_text_config()
-
-
-def has_experts(text: Any) -> bool:
-    """Return whether a text configuration is that of a mixture of experts."""
-    return any((getattr(text, key, None) or 0) > 1 for key in EXPERT_KEYS)
-
-
-def carries_state(text: Any) -> bool:
-    """Return whether a text configuration has layers that carry a state from token to token."""
-    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-    return bool(kinds & _STATE_LAYERS) or any(key.startswith(_STATE_KEYS) for key in text.to_dict())
 
 
 def attends_uncompiled(text: Any) -> bool:
