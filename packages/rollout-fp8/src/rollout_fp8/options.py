@@ -41,7 +41,8 @@ class Options:
     """True makes the cache just large enough for one batch, instead of using all memory left.
 
     That is the size of ``batch_size`` sequences of ``max_model_len`` at once. No generation uses
-    more, and a smaller cache sleeps and wakes faster.
+    more, and a smaller cache sleeps and wakes faster. vLLM refuses it for models with latent
+    attention, and SGLang for those with layers of windows or states.
     """
 
     audit: bool = True
