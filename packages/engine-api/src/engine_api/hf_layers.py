@@ -1,6 +1,6 @@
 """Kinds of layers in a transformers model, as its ``config.json`` names them.
 
-Only this module knows the keys of experts and of states. transformers is not imported.
+The keys are those of all families together; transformers is not imported.
 """
 
 from __future__ import annotations

@@ -26,10 +26,7 @@ from engine_trainer.placement.activations import WIDTH, Decoder
 from engine_trainer.placement.groups import Launcher
 from engine_trainer.placement.memory import GIB, FreeMemory
 from engine_trainer.placement.replica import LOCAL, check_adapter, rollout_device
-from engine_trainer.utils.hf_models import (
-    attends_uncompiled,
-    text_config,
-)
+from engine_trainer.utils.hf_models import attends_uncompiled, text_config
 
 SERVERS = ("vllm", "sglang")
 """Rollouts that ``rollout.name: auto`` prefers to ``local`` on an accelerator, in order."""
