@@ -84,7 +84,7 @@ GENERATORS = (
     "kl_gradients",
     "zoo",
 )
-# CI runs one part of so many of the tests that are marked `turn`.
+# CI runs one part of so many of the tests that are marked `slow`.
 TURNS = 12
 # These cases are about the layout of ranks, and about data that moves between layouts.
 LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
@@ -383,15 +383,15 @@ def unit(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run the tests that CI leaves out; after `--`: pytest arguments.
 
-    CI runs some tests of the same kind, and a twelfth of those marked `turn`. All run here.
-    `nox -s vllm -- -m "nightly or turn"` runs those on vLLM.
+    CI runs some tests of the same kind, and a twelfth of those marked `slow`. All run here.
+    `nox -s vllm -- -m "nightly or slow"` runs those on vLLM.
     """
     install(session, packages(), *PYTEST)
     benchmarks = (*PYTEST_RUN, "benchmarks", *session.posargs)
     for command in [*unit_commands(*session.posargs), benchmarks]:
         # pytest ends with 5 for a folder without such tests.
         session.run(
-            *command, "-m", "nightly or turn", success_codes=[0, 5], env={"OMP_NUM_THREADS": "1"}
+            *command, "-m", "nightly or slow", success_codes=[0, 5], env={"OMP_NUM_THREADS": "1"}
         )
     for engine, device in engine_devices(load()):
         if device == "cpu" and not session.posargs:

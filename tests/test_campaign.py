@@ -188,7 +188,7 @@ def test_the_same_seed_gives_the_same_list_whose_prefixes_have_every_operator(mu
     assert shares[0] == pytest.approx(shares[1], abs=0.05)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_campaign_on_the_minimal_engine_ends_as_is_known(mutate, tmp_path: Path) -> None:
     folder = ROOT / "examples/engine-minimal/src"
@@ -264,6 +264,7 @@ def test_the_triage_of_the_tree_has_classes_and_reasons(record) -> None:
 EDITS = sorted((ROOT / "conformance/mutants/edits").glob("*.toml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EDITS, ids=lambda path: path.stem)
 def test_each_edit_changes_a_text_that_is_there_once_into_python(
     edits, lanes, record, path

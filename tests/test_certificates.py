@@ -39,6 +39,7 @@ def files_at(commit: str, folder: Path, place: Path) -> Path:
     return place / part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NAMED, ids=lambda path: path.parent.name)
 def test_a_certificate_is_about_the_commit_that_it_names(path: Path, tmp_path: Path) -> None:
     report = load(path)
@@ -69,6 +70,7 @@ def digest_of(root: Path) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_the_readme_says_of_each_certificate_whether_it_verifies(path: Path) -> None:
     link = path.with_name("certificate.md").relative_to(ROOT).as_posix()

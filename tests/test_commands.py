@@ -13,6 +13,7 @@ from waiting import DEADLINE_S
 from engine_api.plugin import CONTRACT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -173,6 +173,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: [found[question] for question in one] for name, one in asked.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(SESSIONS) - WITHOUT_INSTALL))
 def test_every_session_can_be_installed_on_its_host(name: str, answers: dict[str, Any]) -> None:
     assert answers[name]

@@ -187,6 +187,7 @@ def test_the_tests_of_every_job_exist() -> None:
         assert not [one for one in paths if not (root / one.partition("::")[0]).exists()], name
 
 
+@pytest.mark.slow
 def test_every_job_that_is_written_can_be_read_and_has_an_environment(tmp_path: Path) -> None:
     tools = Path(__file__).resolve().parent.parent / "tools"
     jobs = tmp_path / "jobs.json"

@@ -152,7 +152,6 @@ def check(
         )
 
 
-@pytest.mark.turn
 @EVERY
 def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     context = multiprocessing.get_context("forkserver")
@@ -179,7 +178,6 @@ def test_of_sglang(make: Any, monkeypatch: pytest.MonkeyPatch, every: int) -> No
     )
 
 
-@pytest.mark.turn
 @EVERY
 def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(
@@ -194,7 +192,6 @@ def test_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
     )
 
 
-@pytest.mark.turn
 @EVERY
 def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     monkeypatch.setattr(rank_templates, "_COMMAND", TEMPLATE)
@@ -219,7 +216,6 @@ def test_of_a_pool_of_ranks(monkeypatch: pytest.MonkeyPatch, every: int) -> None
     until(lambda: children() <= others, missing="a template is left")
 
 
-@pytest.mark.turn
 @EVERY
 def test_of_reward_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     answers = {

@@ -130,6 +130,7 @@ def uses(source: str) -> Iterator[str]:
                 yield name
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_but_where_it_is_said_why() -> None:
     found = {str(path.relative_to(ROOT)): sorted(set(uses(path.read_text()))) for path in SOURCES}
     users = {path: names for path, names in found.items() if names}

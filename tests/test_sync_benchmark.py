@@ -110,7 +110,6 @@ def test_a_row_is_short_on_the_screen_and_says_which_engine_is_missing(suite: Mo
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.turn
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_every_engine_of_the_steps_sends_the_same_bits_to_one_replica(
     shape: str, suite: ModuleType, mfu: ModuleType, pool: RankPool, tmp_path: Path

@@ -285,6 +285,7 @@ def test_what_waits_for_a_condition_is_none_of_them(text: str) -> None:
     assert found_in(text) == set()
 
 
+@pytest.mark.slow
 def test_no_test_depends_on_an_idle_machine() -> None:
     found: list[str] = []
     used: set[tuple[str, str]] = set()

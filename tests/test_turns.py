@@ -1,4 +1,4 @@
-"""Tests of the plugin that runs a part of the tests marked ``turn``."""
+"""Tests of the plugin that runs a part of the tests marked ``slow``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PARTS = 3
 TESTS = """
 import pytest
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(9))
 def test_of_many(number):
     pass
@@ -29,6 +31,7 @@ def collect(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_each_test_has_one_turn_and_the_others_run_in_all(tmp_path: Path) -> None:
     file = tmp_path / "test_many.py"
     file.write_text(TESTS)

@@ -12,7 +12,7 @@ from engine_torch.versions import has_torchao
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 NEEDS_TORCHAO = (
-    pytest.mark.turn,
+    pytest.mark.slow,
     pytest.mark.skipif(not has_torchao(), reason="torchao is not installed"),
 )
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest that runs a part of the tests marked ``turn``.
+"""A plugin of pytest that runs a part of the tests marked ``slow``.
 
 ``python -m pytest -p tools.turns --turn 1/12`` runs a twelfth of them, chosen by their names, and
 all other tests. `nox -s tests` chooses the twelfth by its commit. Without ``--turn`` all run.
@@ -26,12 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--turn",
         type=read_turn,
         metavar="N/M",
-        help="run part N of M of the tests marked `turn`; default: all of them",
+        help="run part N of M of the tests marked `slow`; default: all of them",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked ``turn`` that are of another part."""
+    """Leave out the tests marked ``slow`` that are of another part."""
     turn: tuple[int, int] | None = config.getoption("turn")
     if turn is None:
         return
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others: list[pytest.Item] = []
     for item in items:
         has_turn = crc32(item.nodeid.encode()) % parts == number - 1
-        is_asked = has_turn or item.get_closest_marker("turn") is None
+        is_asked = has_turn or item.get_closest_marker("slow") is None
         (chosen if is_asked else others).append(item)
     items[:] = chosen
     config.hook.pytest_deselected(items=others)

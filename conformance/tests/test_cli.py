@@ -79,6 +79,7 @@ def ends(done: Ended, code: int, *texts: str) -> None:
     assert "Traceback" not in done.told, done.told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "texts"),
     [
@@ -144,6 +145,7 @@ def test_a_descriptor_that_cannot_be_read_is_reported(
     ends(cli("run", "odd"), 3, "could not run 'odd'", *texts)
 
 
+@pytest.mark.slow
 def test_a_class_that_cannot_be_imported_fails_its_case(cli: Cli, install: Install) -> None:
     install("odd_plugin", DESCRIPTOR)
     install("odd_engine", "import sys; print('hello from odd'); sys.exit(4)")
@@ -160,6 +162,7 @@ def test_a_class_that_cannot_be_imported_fails_its_case(cli: Cli, install: Insta
     assert "SUITE-ERROR" not in done.told
 
 
+@pytest.mark.slow
 def test_options_of_variants_need_a_dataclass_that_the_descriptor_names(
     cli: Cli, install: Install
 ) -> None:
@@ -171,6 +174,7 @@ def test_options_of_variants_need_a_dataclass_that_the_descriptor_names(
     ends(done, 1, "variants have options, and no options dataclass is named")
 
 
+@pytest.mark.slow
 def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
     cli: Cli, install: Install
 ) -> None:
@@ -188,6 +192,7 @@ def test_options_reach_the_engine_and_the_line_that_repeats_a_case(
     assert "--option 'spec=\"local\"' --option bytes=1024 --option bias=null" in done.told
 
 
+@pytest.mark.slow
 def test_cases_of_several_options_all_run(cli: Cli, install: Install) -> None:
     install("odd_plugin", DESCRIPTOR)
     install("odd_engine", "class Odd: ...\n")
@@ -195,6 +200,7 @@ def test_cases_of_several_options_all_run(cli: Cli, install: Install) -> None:
     assert all(f"plugin.{name} " in done.told for name in ("contract", "classes", "probe"))
 
 
+@pytest.mark.slow
 def test_a_model_family_that_the_engine_does_not_know_fails_without_the_hints_of_the_case(
     cli: Cli, install: Install
 ) -> None:
@@ -221,6 +227,7 @@ def test_a_descriptor_of_families_that_the_suite_does_not_know_cannot_run(
     ends(cli("run", "odd", "--world", "1"), 3, *told)
 
 
+@pytest.mark.slow
 def test_a_descriptor_that_prints_fails_its_case(cli: Cli, install: Install) -> None:
     install("odd_plugin", "print('loading odd')\n" + DESCRIPTOR)
     ends(
@@ -252,7 +259,7 @@ def test_an_old_report_is_told_from_a_good_one(cli: Cli, tmp_path: Path) -> None
     ends(cli("badge", str(old)), 2, "does not verify")
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_all_but_the_check_of_a_report_runs_without_jsonschema(tmp_path: Path) -> None:
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "jsonschema.py").write_text(

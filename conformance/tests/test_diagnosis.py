@@ -102,6 +102,7 @@ def test_a_right_reading_has_no_cause_and_tokens_without_a_number_do_not_count(
     assert not finding.cause
 
 
+@pytest.mark.slow
 def test_each_suspect_is_named_by_its_own_log_probs(
     subject: Subject, documents: list[Document]
 ) -> None:

@@ -12,6 +12,7 @@ from engine_conformance.cases import Target, load_cases, run_case
 from engine_conformance.cli import offer
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["faults.save_hf", "faults.killed_in_save_hf"])
 def test_an_engine_that_connects_its_ranks_late_is_right(

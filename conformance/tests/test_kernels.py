@@ -33,6 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     EngineRegistry.refresh()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("case", "engine", "kernel", "seed"),

@@ -33,11 +33,10 @@ def _module(one: Mutant) -> str:
     return one.targets["language_model"].partition(":")[0]
 
 
-# All of them take longer than a test should (`nox -s mutants` runs them): the first of each module
-# and group run at every change.
+# All of them take longer than a test should (`nox -s mutants` runs them): some run at night alone,
+# but never the first of a module and group.
 QUICK = [one for one in MUTANTS if not load_cases()[one.case].slow]
 FIRST = list({(_module(one), one.group): one for one in reversed(QUICK)}.values())
-FIRST_CONTROLS = controls(FIRST, Path())
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +50,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     EngineRegistry.refresh()
 
 
-def _parameter(
-    value: object, name: str, *, first: bool, rest: pytest.MarkDecorator = pytest.mark.turn
-) -> object:
-    return pytest.param(value, id=name, marks=() if first else rest)
+def _parameter(one: Mutant, *, at_night: bool) -> object:
+    marks = pytest.mark.nightly if at_night and one not in FIRST else ()
+    return pytest.param(one, id=one.name.removeprefix("mutant-"), marks=marks)
 
 
 OTHERS: dict[str, str | None] = json.loads((ROOT / "mutants" / "others.json").read_text())
 
 
-def _when(one: Mutant) -> pytest.MarkDecorator:
-    """Return the mark of a mutant: at night if a second case would catch it as well."""
-    return pytest.mark.nightly if OTHERS.get(one.name) else pytest.mark.turn
-
-
+@pytest.mark.slow
 @pytest.mark.distributed
+# A mutant that a second case would catch as well runs at night.
 @pytest.mark.parametrize(
-    "one",
-    [
-        _parameter(one, one.name.removeprefix("mutant-"), first=one in FIRST, rest=_when(one))
-        for one in MUTANTS
-    ],
+    "one", [_parameter(one, at_night=bool(OTHERS.get(one.name))) for one in MUTANTS]
 )
 def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
     outcome = kill(one, root)
@@ -80,6 +71,7 @@ def test_mutant_is_caught_by_its_case(one: Mutant, root: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_an_engine_left_behind_in_an_earlier_case_is_seen(root: Path) -> None:
     (leaves_it,) = (one for one in MUTANTS if one.name == "mutant-default-dtype-stays")
@@ -89,6 +81,7 @@ def test_what_an_engine_left_behind_in_an_earlier_case_is_seen(root: Path) -> No
     assert [is_caught(outcome) for outcome in outcomes] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_an_engine_leaves_behind_is_not_in_the_ranks_of_the_next_case(root: Path) -> None:
     (leaves_it,) = (one for one in MUTANTS if one.name == "mutant-default-dtype-stays")
@@ -102,14 +95,9 @@ def test_what_an_engine_leaves_behind_is_not_in_the_ranks_of_the_next_case(root:
     assert pool.pids == pids
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name",
-    [
-        _parameter(name, name, first=name in FIRST_CONTROLS)
-        for name in sorted(CONTROLS, key=lambda name: (CONTROLS[name][1].world, name))
-    ],
-)
+@pytest.mark.parametrize("name", sorted(CONTROLS, key=lambda name: (CONTROLS[name][1].world, name)))
 def test_engine_without_defect_passes(name: str, root: Path) -> None:
     case, target = CONTROLS[name]
     outcome = control(case, replace(target, root=root))
@@ -119,16 +107,10 @@ def test_engine_without_defect_passes(name: str, root: Path) -> None:
 IN_BFLOAT16: dict[str, bool] = json.loads((ROOT / "mutants" / "bfloat16.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "one",
-    [
-        _parameter(
-            one, one.name.removeprefix("mutant-"), first=one in FIRST, rest=pytest.mark.nightly
-        )
-        for one in MUTANTS
-        if IN_BFLOAT16.get(one.name)
-    ],
+    "one", [_parameter(one, at_night=True) for one in MUTANTS if IN_BFLOAT16.get(one.name)]
 )
 def test_mutant_is_caught_in_bfloat16_as_the_page_says(one: Mutant, root: Path) -> None:
     outcome = kill(replace(one, dtype="bfloat16"), root)

@@ -64,7 +64,7 @@ def read(folder: Path) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_parts_of_a_run_are_joined_to_the_certificate_of_one_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

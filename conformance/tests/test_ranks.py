@@ -71,11 +71,13 @@ def next_call_passes(pool: RankPool) -> None:
     assert pool.run("rank_functions:total", value=1.0) == [want] * pool.world
 
 
+@pytest.mark.slow
 def test_results_are_by_rank(pool: RankPool) -> None:
     assert pool.run("rank_functions:own", per_rank=[{"value": 5}, {"value": 6}]) == [5, 6]
     next_call_passes(pool)
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_the_ranks_inside_its_context() -> None:
     started: list[int] = []
 
@@ -193,6 +195,7 @@ def test_rank_that_raises_is_told_from_its_victim(pool: RankPool) -> None:
     next_call_passes(pool)
 
 
+@pytest.mark.slow
 def test_stall_gives_every_stack_and_kills_own_processes(pool: RankPool) -> None:
     pids = pool.pids
     with pytest.raises(RankError, match=r"in stall_on") as caught:

@@ -128,7 +128,7 @@ def test_a_report_is_not_renewed_if_every_case_has_changed(tmp_path: Path) -> No
     assert "written by suite 0.1.0" in problem
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_renewed_certificate_keeps_what_has_not_changed_and_runs_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -42,13 +42,14 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "status", "told", "patience"),
     [
         # Only what stalls is ended by the clock: it must not be so short that a busy machine
         # stalls, too.
         ("raises", "failed", "rank 1 raised", "10"),
-        pytest.param("dies", "failed", "rank 1 died", "10", marks=pytest.mark.turn),
+        ("dies", "failed", "rank 1 died", "10"),
         pytest.param("stalls", "timeout", "rank 1 stalled", "1", marks=pytest.mark.nightly),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_rank_that_leaves_is_reported_and_the_next_case_passes(
     assert children() <= before, "a process is left behind"
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
     arguments = [
         "--case",
@@ -104,7 +105,7 @@ def test_a_run_that_fails_does_not_spoil_the_next(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_deviation_turns_a_failure_into_partial_and_rots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +141,7 @@ PLUGIN = replace(LOOPBACK, name="bent", rows=ROWS)
 """
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_misspelt_class_fails_once_before_the_first_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +187,7 @@ def test_after_a_case_that_hung_deadlines_are_shorter_and_after_three_the_run_st
     )
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_run_out_of_time_is_gone_on_with_until_nothing_is_left(
     assert main(["verify", str(tmp_path / "report.json")]) == 0
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_run_goes_on_with_nothing_but_its_own_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def pool() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("lengths", [[3, 1], [1, 3], [2, 2]])
 def test_tensors_of_several_lengths_are_gathered_and_summed(
@@ -90,7 +91,7 @@ def test_a_report_says_that_the_device_was_shimmed() -> None:
         assert environment()["accelerator"] == SHIMMED
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_the_option_is_for_the_cpu_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "loopback", "--shim", "--device", "cuda"]) == 2
     assert "--shim" in capsys.readouterr().err

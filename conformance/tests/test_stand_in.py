@@ -86,7 +86,7 @@ assert torch.equal(torch.rand(3), first)
 }
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_it_carries(name: str) -> None:
     done = subprocess.run(

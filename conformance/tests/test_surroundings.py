@@ -54,7 +54,7 @@ def test_a_variable_that_a_module_of_the_engine_sets_is_its_own(library: str) ->
     assert imported.set_by_others(engine) == frozenset()
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_the_workers_of_the_compiler_are_no_children() -> None:
     before = read_surroundings("cpu", frozenset()).children
     pool = SubprocPool(1)

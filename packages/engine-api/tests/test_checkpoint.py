@@ -367,6 +367,7 @@ def outcome(ranks, folder):
     return manifest, {key: tensor.tolist() for key, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step-5/manifest.json", "step-5/manifest.sha256", "latest"])
 def test_every_single_flipped_bit_is_found_or_does_no_harm(saved, ranks, name):
     ranks(1, lambda comm: write(comm, saved / "step-4", step=4))

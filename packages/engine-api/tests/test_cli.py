@@ -46,6 +46,7 @@ def test_list_shows_every_row_and_whether_it_runs_here(capsys):
     assert ["language_model", "acme", "cpu", "yes", "acme==1.0"] in found
 
 
+@pytest.mark.slow
 def test_list_by_capability(capsys):
     main(["list", "--capability", "lora"])
     assert "acme" in capsys.readouterr().out
@@ -68,6 +69,7 @@ def test_explain_of_what_cannot_be_used(capsys):
     assert "no rollout is called" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_doctor_says_what_is_missing_and_what_is_broken(capsys, add_distribution):
     out = main(["doctor"]), capsys.readouterr().out
     assert "acme on cuda (acme==1.0 (acme_cli:PLUGIN)): none here; to do: buy one" in out[1]
@@ -101,6 +103,7 @@ def run(code: str, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_list_takes_a_fraction_of_what_importing_torch_takes(acme):
     def seconds(code: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -139,6 +142,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_plugins_that_break_in_whatever_way_are_named_and_hide_no_other(capsys, add_distribution):
     for name, text in BROKEN.items():
         module = name.replace("-", "_")
@@ -160,6 +164,7 @@ def test_plugins_that_break_in_whatever_way_are_named_and_hide_no_other(capsys, 
         assert f"{name} from {name}==1.0" in doctor
 
 
+@pytest.mark.slow
 def test_a_plugin_whose_import_does_not_return_is_named(add_distribution, monkeypatch):
     add_distribution(
         "hangs", {"hangs": "hangs:PLUGIN"}, {"hangs": "import threading; threading.Event().wait()"}
@@ -173,6 +178,7 @@ def test_a_plugin_whose_import_does_not_return_is_named(add_distribution, monkey
     }
 
 
+@pytest.mark.slow
 def test_a_damaged_list_of_entry_points_hides_no_other(capsys, add_distribution):
     site = add_distribution("damaged", {}, {})
     (site / "damaged-1.0.dist-info" / "entry_points.txt").write_text(
@@ -184,6 +190,7 @@ def test_a_damaged_list_of_entry_points_hides_no_other(capsys, add_distribution)
     assert "broken: damaged from damaged==1.0: its metadata cannot be read" in out
 
 
+@pytest.mark.slow
 def test_two_plugins_that_claim_the_same_are_shown(capsys, add_distribution):
     add_distribution(
         "emca", {"emca": "emca_cli:PLUGIN"}, {"emca_cli": PLUGIN}, group="engine_api.engines"
@@ -198,6 +205,7 @@ def test_two_plugins_that_claim_the_same_are_shown(capsys, add_distribution):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_line_imports_no_torch(acme):
     code = (
         "import sys; from engine_api.__main__ import main\n"

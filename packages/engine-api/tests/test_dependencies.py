@@ -44,6 +44,7 @@ def installed(tmp_path, monkeypatch):
     RolloutRegistry.refresh()
 
 
+@pytest.mark.slow
 def test_versions_outside_the_bounds_are_named_once_with_the_command(installed, capsys):
     installed.add("torch", "2.15.0+cpu")
     installed.add("engine-fsdp", "0.1.0", "engine-api<0.2,>=0.1", "torch<2.15,>=2.11")
@@ -58,6 +59,7 @@ def test_versions_outside_the_bounds_are_named_once_with_the_command(installed, 
     )
 
 
+@pytest.mark.slow
 def test_absent_extras_are_listed_with_the_command_and_what_it_adds(installed, capsys):
     installed.add("torch", "2.13.0")
     installed.add(

@@ -228,6 +228,7 @@ def documents(draw: st.DrawFn) -> object:
     return draw(st.one_of(st.just(rows), st.just(rows), st.just(rows), junk))
 
 
+@pytest.mark.slow
 @fuzz()
 @given(documents())
 @example([{"input_ids": [1.5, 2.0]}])

@@ -250,6 +250,7 @@ def assert_refused(error: EngineError | MadeUpError, before: State, after: State
         assert f"batch.{error.field}" in str(error)
 
 
+@pytest.mark.slow
 @fuzz(cost=4)
 @given(
     called=st.sampled_from(["train_batch", "forward_backward"]),
@@ -361,6 +362,7 @@ EXPORTS: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @fuzz(cost=2)
 @given(st.data(), st.sampled_from(["get_per_tensor_param", "get_per_tensor_param_shard"]))
 def test_an_export_is_whole_or_refused(engine, data, called):
@@ -381,6 +383,7 @@ def test_an_export_is_whole_or_refused(engine, data, called):
         assert torch.equal(tensor, stored.to(arguments["dtype"] or stored.dtype))
 
 
+@pytest.mark.slow
 @fuzz(cost=4)
 @given(
     called=st.sampled_from(["save_checkpoint", "load_checkpoint", "save_hf"]),

@@ -135,6 +135,7 @@ def test_foreign_bytes_are_a_typed_error(message):
         decode(message)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(values, st.data())
 def test_a_damaged_message_is_a_typed_error_or_data(value, data):

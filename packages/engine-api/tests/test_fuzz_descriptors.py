@@ -212,6 +212,7 @@ def check_good(found: dict[str, str]) -> None:
     )
 
 
+@pytest.mark.slow
 @fuzz()
 @given(
     descriptor=st.one_of(DESCRIPTORS, DESCRIPTORS, VALUES),
@@ -246,6 +247,7 @@ def test_whatever_a_descriptor_holds_or_its_import_raises(
                     )
 
 
+@pytest.mark.slow
 @fuzz()
 @given(text=st.text(alphabet="[]=:\n abc.\ud800é#", max_size=40), name=WORDS)
 def test_whatever_a_distributions_metadata_hold(finder: Finder, text: str, name: str) -> None:

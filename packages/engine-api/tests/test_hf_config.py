@@ -57,6 +57,25 @@ def test_a_count_that_transformers_would_list_is_refused_before_it_reads_on(
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("count", [-1, 2**14 + 1])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("qwen3_moe", "num_experts"),
+        ("mixtral", "num_local_experts"),
+        ("deepseek_v3", "n_routed_experts"),
+        ("ernie4_5_moe", "moe_num_experts"),
+    ],
+)
+def test_no_family_has_an_impossible_number_of_experts(
+    tmp_path: Path, family: str, key: str, count: int
+) -> None:
+    folder = write(tmp_path, model_type=family, **{key: count})
+    # transformers has another name beside the file's key in most families.
+    with pytest.raises(ConfigError, match=f"integer from 0 to 16384 as .*experts, got {count}"):
+        read_hf_config(folder, remedy="none")
+
+
 def test_counts_of_a_model_are_read(tmp_path: Path) -> None:
     folder = write(tmp_path, num_labels=5, num_hidden_layers=3, max_position_embeddings=MANY)
     config = read_hf_config(folder, remedy="none")

@@ -69,6 +69,7 @@ def ranks(world, *arguments):
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.parametrize(

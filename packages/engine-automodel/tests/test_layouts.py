@@ -59,9 +59,8 @@ def test_layouts_of_adapters_beside_experts_compute_the_same(tmp_path: Path, ran
     run_peers("automodel", folder, ranks, [{**one, "lora": 4} for one in EXPERTS[ranks]])
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 def test_compiled_blocks_of_each_layout_compute_the_same(tmp_path: Path) -> None:
     model = TinyModel(family="qwen3_moe", tied=False, num_heads=8, num_kv_heads=4, num_experts=8)
     folder = write_checkpoint(tmp_path / "model", model)

@@ -43,6 +43,7 @@ sys.modules |= dict.fromkeys({UNUSED!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [IMPORT, WITHOUT], ids=["alone", "without what it does not need"])
 def test_its_import_prints_nothing_and_changes_nothing_else(code: str) -> None:
     done = subprocess.run(

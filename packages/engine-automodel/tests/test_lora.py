@@ -72,6 +72,7 @@ def assert_near(found: dict[str, Any], want: dict[str, Any]) -> None:
             assert apart < NEAR, (kind, name, apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "o_proj")], ids=["all", "two"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_familys_adapters_train_and_merge_as_those_of_engine_fsdp(

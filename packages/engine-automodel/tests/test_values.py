@@ -40,7 +40,7 @@ def test_a_familys_values_and_gradients_are_those_of_engine_fsdp(
 
 
 @pytest.mark.distributed
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "config"), LAYOUTS)
 def test_values_are_the_same_over_ranks(
     tmp_path: Path,

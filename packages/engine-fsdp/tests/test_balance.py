@@ -157,6 +157,7 @@ def test_compiled_blocks_add_the_same(
     assert_step(found, expected["qwen3_moe"])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("parallelism", "first_alone"),

@@ -129,6 +129,7 @@ def train(folder: Path, given: list[dict[str, Any]], **changes: Any) -> tuple[An
     return sharded, after, [(step.loss, step.grad_norm) for step in losses], found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_compute_the_bits_of_weights_that_are_cast_in_each_pass(
     folder_of: Callable[[str], Path], name: str

@@ -137,6 +137,7 @@ def assert_found(
     assert seen == set(range(len(DOCUMENTS)))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_token_and_weight_of_a_family_is_right(
@@ -169,6 +170,7 @@ def test_experts_of_other_types_are_computed_as_without(
             torch.testing.assert_close(found.gradients[weight], exact, rtol=0, atol=near)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
@@ -180,6 +182,7 @@ def test_four_ranks_compute_biases_and_groups(
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
 def test_every_layout_of_four_ranks_is_right(
@@ -196,6 +199,7 @@ def test_every_layout_of_four_ranks_is_right(
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Pools, folder: Folder) -> None:
     path = folder(QWEN, num_local_experts=6)
@@ -204,6 +208,7 @@ def test_a_rank_keeps_a_part_of_its_experts_that_is_not_even(pools: Pools, folde
     assert [next(iter(found.kept.values()))[0] for found in ranks] == [2, 2, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("experts", [2, 4])
 def test_ranks_that_are_more_than_a_ranks_experts_are_right(
@@ -215,6 +220,7 @@ def test_ranks_that_are_more_than_a_ranks_experts_are_right(
     assert_found(ranks, *exact_gradients(path), exact_log_probs(path))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "config",
@@ -321,6 +327,7 @@ def test_a_balance_loss_is_added_as_without(
         assert found.metrics["balance_loss"] == pytest.approx(exact.balance, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_experts_below_a_tower_are_spread(pools: Pools, tmp_path: Path, name: str) -> None:
@@ -335,6 +342,7 @@ def test_experts_below_a_tower_are_spread(pools: Pools, tmp_path: Path, name: st
             torch.testing.assert_close(found.gradients[weight], exact, rtol=0, atol=near)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
 def test_adapters_learn_as_without(pools: Pools, folder: Folder, layout: dict[str, int]) -> None:
@@ -368,6 +376,7 @@ def test_values_and_their_gradients_are_right(pools: Pools, folder: Folder, name
             torch.testing.assert_close(values, want.log_probs[number], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", MOST_NIGHTLY)
 def test_the_norm_that_clips_counts_each_weight_once(
@@ -382,6 +391,7 @@ def test_the_norm_that_clips_counts_each_weight_once(
         assert_gradients(found.gradients, {name: one / 4 for name, one in gradients.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FAMILIES)
 def test_experts_are_rounded_to_bfloat16_as_without(
@@ -411,6 +421,7 @@ JOURNEYS: dict[str, list[dict[str, int]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("stages", JOURNEYS.values(), ids=JOURNEYS)
 @pytest.mark.parametrize("name", [QWEN, "gpt_oss"])
@@ -492,9 +503,8 @@ def test_experts_that_ranks_cannot_share_are_refused_by_name_on_every_rank(
         assert why in text
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_blocks_compute_the_same(pools: Pools, folder: Folder, recompute: str) -> None:
     path = folder(QWEN)

@@ -181,6 +181,7 @@ def alter_json(place: Path, draw: Callable[..., Any]) -> None:
 DAMAGES = (flip, truncate, append, delete, swap, rename, exchange, alter_json)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(data=st.data())
 def test_a_damaged_checkpoint_is_refused_or_loads_as_it_was_saved(
@@ -276,6 +277,7 @@ def alter_tensors(folder: Path, draw: Callable[..., Any]) -> None:
     save_file(tensors | changed[change], path)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(data=st.data())
 def test_an_edited_checkpoint_is_refused_or_leaves_an_engine_that_trains(

@@ -27,6 +27,7 @@ def whole(tmp_path_factory):
 
 
 # transformers warns about the contents of a damaged file.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @fuzz(cost=4)
 @given(

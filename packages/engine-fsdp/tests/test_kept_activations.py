@@ -136,6 +136,7 @@ def measure(folder: Path, **changes: Any) -> tuple[int, int]:
     return sum(kept.values()), products
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DENSE)
 def test_what_is_kept_changes_no_gradient(folder_of: Folder, name: str) -> None:
     folder = folder_of(name)
@@ -144,6 +145,7 @@ def test_what_is_kept_changes_no_gradient(folder_of: Folder, name: str) -> None:
         check_equal(find_gradients(folder, options={"kept_activations": kept}), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DENSE)
 def test_the_code_of_a_dense_block_is_compiled_as_a_whole(folder_of: Folder, name: str) -> None:
     """A divided block would recompute uncompiled."""
@@ -154,6 +156,7 @@ def test_the_code_of_a_dense_block_is_compiled_as_a_whole(folder_of: Folder, nam
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_kept_activations_save_products(folder_of: Folder) -> None:
     folder = folder_of("qwen3")
     _, plain = measure(folder, memory=Memory(max_tokens=64, compile=True))
@@ -170,6 +173,7 @@ def test_kept_activations_save_products(folder_of: Folder) -> None:
     assert counts[1] < most
 
 
+@pytest.mark.slow
 def test_adapters_add_nothing_to_what_the_share_is_of(folder_of: Folder) -> None:
     """The trainer's estimate counts the results of the model's own layers."""
     block = tiny_model("qwen3").model.layers[0]
@@ -196,6 +200,7 @@ def test_blocks_that_run_uncompiled_keep_no_more(
     assert max(uncompiled, split) <= compiled
 
 
+@pytest.mark.slow
 def test_engines_with_one_setting_share_their_code(folder_of: Folder) -> None:
     counts = []
     for kept in (0.3, 0.3, 0.1):
@@ -205,9 +210,8 @@ def test_engines_with_one_setting_share_their_code(folder_of: Folder) -> None:
     assert [count - counts[0] for count in counts] == [0, 0, 1]
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"ulysses": 2}], ids=["dp", "ulysses"])
 def test_two_ranks_compute_the_same(folder_of: Folder, layout: dict[str, int]) -> None:
     path = str(folder_of("qwen3"))
@@ -226,6 +230,7 @@ def test_two_ranks_compute_the_same(folder_of: Folder, layout: dict[str, int]) -
         check_equal(found.gradients, expected.gradients)
 
 
+@pytest.mark.slow
 def test_the_adapters_dropout_is_the_same_when_it_is_computed_again(folder_of: Folder) -> None:
     adapter = LoraConfig(rank=4, target_modules=["q_proj", "up_proj"], dropout=0.5)
     plain = Memory(max_tokens=64, compile=True)

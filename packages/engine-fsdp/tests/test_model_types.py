@@ -91,6 +91,7 @@ def started(folder: Path, **overrides: Any) -> Any:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", some_nightly(MODEL_TYPES, taken=TAKEN))
 def test_a_model_is_computed_as_transformers_does_or_refused_at_the_start(
     tmp_path: Path, model_type: str

@@ -76,6 +76,7 @@ def ranks(world, *arguments):
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_every_group_of_the_mesh_has_the_engines_timeout():

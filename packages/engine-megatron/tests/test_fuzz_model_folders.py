@@ -27,6 +27,7 @@ def whole(tmp_path_factory):
 
 
 # transformers warns about the contents of a damaged file.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @fuzz()
 @given(family=st.sampled_from(["qwen3", "qwen3_moe"]), damages=DAMAGES)

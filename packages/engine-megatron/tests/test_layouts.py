@@ -114,7 +114,6 @@ def assert_same_weights(
         )
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_options_and_layouts_do_not_change_an_update(
     pool: RankPool, one: RankPool, folder: str, optimizer: OptimizerConfig
@@ -134,7 +133,6 @@ def test_options_and_layouts_do_not_change_an_update(
         assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize(
     ("parallelism", "options"), [({"tp": 2, "cp": 2}, SPLIT), ({"pp": 2, "cp": 2}, {})]
 )
@@ -155,7 +153,6 @@ def test_documents_spread_over_ranks_do_not_change_an_update(
     assert_as_one_rank(results, want, exact, f"{parallelism} {options}")
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_experts_anywhere_do_not_change_an_update(
     four: RankPool, one: RankPool, experts: str, optimizer: OptimizerConfig
@@ -195,7 +192,6 @@ def test_a_closed_engine_leaves_no_group_behind(pool: RankPool, experts: str) ->
         assert row[0] == row[1] == row[2], row
 
 
-@pytest.mark.turn
 def test_virtual_stages_go_with_other_layouts(
     four: RankPool, one: RankPool, tmp_path: Path
 ) -> None:
@@ -324,7 +320,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_everywhere(four: RankPool, exp
 PLAIN = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize(
     "compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)]
 )

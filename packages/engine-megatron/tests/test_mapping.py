@@ -41,6 +41,7 @@ def boxes(rows: Sequence[Weight]) -> list[tuple[torch.Tensor, ShardSpec]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "tied", "kind"),
     [*product(FAMILIES, (False, True), ("language_model",)), ("qwen3", False, "value_model")],

@@ -97,7 +97,7 @@ def assert_same_bits(got: Any, want: Any, about: str) -> None:
     assert [key for key in exact if not torch.equal(found[key], exact[key])] == [], about
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [LORA | BF16, pytest.param(LORA | BF16 | SGD, marks=pytest.mark.nightly)]
 )
@@ -119,6 +119,7 @@ def test_frozen_weights_keep_their_masters(
             assert torch.equal(rounded[name], want[1][name].bfloat16()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallelism", "config", "moe"), RESUMES)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     pool: RankPool,
@@ -145,7 +146,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["latest", "step-2"]
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_other_data_and_context_parallel_ranks_load_it(
     pool: RankPool, one: RankPool, model: str, saved: Any, tmp_path: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_other_data_and_context_parallel_ranks_load_it(
         assert_same_bits([row[0] for row in rows], [row[0] for row in alone], str(spread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrote", "reads", "made"),
     [
@@ -204,6 +206,7 @@ def test_moments_come_in_the_dtype_that_the_optimizer_holds(
         assert (after, version) == ([own, own], 3)
 
 
+@pytest.mark.slow
 def test_an_engine_without_an_optimizer_loads_the_masters(
     one: RankPool, model: str, saved: Any
 ) -> None:
@@ -245,6 +248,7 @@ def test_another_layout_is_refused(pool: RankPool, model: str, saved: Any, other
         assert "checkpoint: portable" in text
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(pool: RankPool, saved: Any, tmp_path: Path) -> None:
     for name, model in (
         ("deep", TinyModel(**DEEP | {"num_layers": 2})),
@@ -345,6 +349,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_one_is_refused_and_changes_nothing(
     pool: RankPool, model: str, copied: Path, damage: str
@@ -378,6 +383,7 @@ def test_a_full_disk_leaves_nothing(pool: RankPool, model: str, tmp_path: Path) 
         assert (kind, left, after) == ("CheckpointWriteError, True", [], 1)
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_no_checkpoint(pool: RankPool, model: str, tmp_path: Path) -> None:
     about = {"path": model, "parallelism": {"dp_shard": 2}, "folder": str(tmp_path / "step-2")}
     with RankPool(2, deadline=60.0) as ranks, pytest.raises(RankError):

@@ -124,7 +124,6 @@ def test_without_an_npu_nothing_runs_on_the_cpu() -> None:
     assert "no Ascend NPU" in done.stderr
 
 
-@pytest.mark.turn
 def test_the_same_classes_shard_on_a_cpu_mesh() -> None:
     cases = "parallel.dp,parallel.ulysses,checkpoint.resume_bitwise,export.shards,train.trajectory"
     done = conformance("npu-logic", "--plugin", "npu_logic:PLUGIN", "--world", "2", "--case", cases)

@@ -77,6 +77,7 @@ def run(tmp_path: Path):
     return start
 
 
+@pytest.mark.slow
 def test_the_adaptor_comes_first_and_reads_no_foreign_arguments(run) -> None:
     code = """
 make(MEGATRON, 0)
@@ -115,6 +116,7 @@ except PluginLoadError as error:
     assert "0 of 1 replacements are in place" in said
 
 
+@pytest.mark.slow
 def test_settings_that_undo_what_was_replaced_are_refused(run) -> None:
     code = """
 try:
@@ -137,6 +139,7 @@ except PluginLoadError as error:
     assert "torch_npu_ops" in run(code)
 
 
+@pytest.mark.slow
 def test_mindspeed_is_told_of_the_layout_once(run) -> None:
     code = """
 import mindspeed.megatron_adaptor as adaptor
@@ -165,6 +168,7 @@ except ConfigError as error:
     assert "tensor_model_parallel_size" in said
 
 
+@pytest.mark.slow
 def test_a_balance_loss_that_no_test_has_compared_is_refused(run) -> None:
     code = """
 for plugin, row in ((MEGATRON, 0), (MINDSPEED, 0)):

@@ -130,7 +130,6 @@ def train(
     return rows, state
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["sft", "rl", pytest.param("ray", marks=pytest.mark.nightly)])

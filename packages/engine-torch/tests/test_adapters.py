@@ -12,6 +12,7 @@ from engine_torch import lora
 ALL = LoraConfig(rank=2, target_modules="all-linear")
 
 
+@pytest.mark.slow
 def test_the_linear_layers_of_a_mixture_are_adapted_and_its_experts_are_not() -> None:
     model = tiny_model("qwen3_moe")
     lora.inject(model, ALL)

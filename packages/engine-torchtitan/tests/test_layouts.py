@@ -36,9 +36,8 @@ EXPERTS: dict[int, list[dict[str, int]]] = {
 }
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layouts", "ranks"),
     [

@@ -58,6 +58,7 @@ assert not hasattr(fsdp, "DataParallelMeshDims")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [IMPORT, WITHOUT, OLDER],

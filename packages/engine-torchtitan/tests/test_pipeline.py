@@ -85,7 +85,6 @@ def compare(
             assert got["micro_batches"] > 1, about
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_stages_compute_what_one_rank_computes(
     tmp_path: Path, pools: Pools, tied: bool
@@ -95,7 +94,6 @@ def test_two_stages_compute_what_one_rank_computes(
         compare(pools, folder, 2, settings)
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_ranks_compute_what_one_rank_computes(
     tmp_path: Path, pools: Pools, tied: bool
@@ -105,7 +103,6 @@ def test_four_ranks_compute_what_one_rank_computes(
         compare(pools, folder, 4, settings)
 
 
-@pytest.mark.turn
 def test_experts_in_stages_compute_what_one_rank_computes(tmp_path: Path, pools: Pools) -> None:
     model = TinyModel(family="qwen3_moe", **WIDE)
     folder = str(write_checkpoint(tmp_path / "model", model))

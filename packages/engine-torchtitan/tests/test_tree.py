@@ -37,6 +37,7 @@ def test_the_families_of_the_matrix_are_those_of_the_engine() -> None:
     assert set(FAMILIES) == TAKEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize(
     "fields",

@@ -46,7 +46,7 @@ def test_a_head_without_a_bias_is_read_and_trained(tmp_path: Path, pools: Pools)
 
 
 @pytest.mark.distributed
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "family", "layout", "config"), LAYOUTS)
 def test_values_are_the_same_over_ranks(
     tmp_path: Path,

@@ -55,6 +55,7 @@ sys.modules |= dict.fromkeys({UNUSED!r})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [IMPORT, WITHOUT], ids=["alone", "without its readers of data"])
 def test_its_import_prints_nothing_and_changes_no_other_library(code: str) -> None:
     # A variable that VeOmni's own environment may set.

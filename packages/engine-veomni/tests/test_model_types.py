@@ -55,7 +55,7 @@ def create(folder: Path, *, compiles: bool = False, **model: Any) -> Any:
 @ignore_reads_of_compile
 @pytest.mark.parametrize(
     "compiles",
-    [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.turn])],
+    [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["eager", "compiled"],
 )
 @pytest.mark.parametrize("model_type", sorted(TAKEN))

@@ -103,6 +103,7 @@ def test_a_mixed_pack_is_computed_as_each_document_alone(
     check(found, exact[family])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("order", "parallelism", "recompute"),
@@ -153,6 +154,7 @@ def test_three_tokens_are_not_taken_for_three_dimensions(
         torch.testing.assert_close(found.log_probs.double(), want, atol=NEAR, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_goes_on_in_engine_fsdp_and_back(
     folders: dict[str, Path], tmp_path: Path, family: str
@@ -197,6 +199,7 @@ def test_experts_behind_images_are_balanced_as_by_engine_fsdp(folders: dict[str,
         torch.testing.assert_close(found[0][name], one, atol=1e-4 * RATE, rtol=0, msg=name)
 
 
+@pytest.mark.slow
 def test_the_saved_model_is_read_by_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
     for family in FAMILIES:
         engine = create(str(folders[family]), optimizer=OptimizerConfig(lr=1e-2))

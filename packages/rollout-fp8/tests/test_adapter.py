@@ -306,6 +306,7 @@ def test_an_engine_without_adapters_is_refused(engine: Lora, exporter: Exporter)
         exporter.export(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_agree_whether_base_weights_are_sent_and_all_take_part(tmp_path: Path) -> None:
     mp.spawn(share_adapter, args=(2, str(tmp_path)), nprocs=2)

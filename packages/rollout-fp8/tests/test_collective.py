@@ -114,6 +114,7 @@ sys.exit("the sync failed")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_process_that_ends_after_it_left_a_broadcast_ends_as_it_wants_to(tmp_path) -> None:
     """Check that the process is not aborted when the others leave while its interpreter ends."""

@@ -116,6 +116,7 @@ def test_a_server_that_was_started_takes_one_descriptor_at_most(tmp_path, monkey
     assert set(Path("/proc/self/fd").iterdir()) <= before
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_server_that_another_thread_closes_is_told_so(tmp_path) -> None:
     CONFIG.save_pretrained(tmp_path)
     given = {"model": ModelSource(path=str(tmp_path)), "pad_token_id": 0, "dtype": "float32"}
@@ -171,6 +172,7 @@ CONFIG = Qwen3Config(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is the GPU here")
 def test_the_device_auto_is_the_servers_own_choice_for_weights_too(tmp_path, monkeypatch) -> None:
     CONFIG.save_pretrained(tmp_path)

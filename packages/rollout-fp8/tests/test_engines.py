@@ -50,7 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.turn
 @pytest.mark.parametrize("backend", ENGINES)
 def test_every_engines_shards_are_served_as_its_whole_weights_quantized_by_the_server(
     backend: str, folder: Path, pool: RankPool

@@ -21,7 +21,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world", "settings"),
@@ -33,16 +33,19 @@ def test_gathered_shards_are_the_whole_weights_bit_for_bit(world, settings, tmp_
     mp.spawn(run, args=(world, str(tmp_path), settings), nprocs=world)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_ranks_nan_is_every_ranks_error(tmp_path) -> None:
     mp.spawn(poisoned, args=(2, str(tmp_path)), nprocs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_do_not_export_the_same_are_told_so_on_every_rank(tmp_path) -> None:
     mp.spawn(different, args=(2, str(tmp_path)), nprocs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_fails_in_a_sync_leaves_no_other_in_a_gather(tmp_path) -> None:
     mp.spawn(failing, args=(2, str(tmp_path)), nprocs=2)

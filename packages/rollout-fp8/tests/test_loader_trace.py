@@ -229,6 +229,7 @@ def test_whatever_a_loader_does_by_views_and_copies_is_followed_or_refused(
             raise
 
 
+@pytest.mark.slow
 def test_a_loader_that_reorders_single_rows_is_refused_by_what_was_done() -> None:
     def rearrange(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(-1, 2, 4).transpose(0, 1).reshape(-1, 4)

@@ -109,6 +109,7 @@ def own(arguments):
     made.close()
 
 
+@pytest.mark.slow
 def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, arguments) -> None:
     assert isinstance(rollout, Rollout)
     here = RolloutRegistry.create(name="local", device="cpu", **arguments)
@@ -124,6 +125,7 @@ def test_it_generates_what_the_same_rollout_generates_in_this_process(rollout, a
         assert rollout.generate(PROMPTS, SAMPLING) == here.generate(PROMPTS, SAMPLING)
 
 
+@pytest.mark.slow
 def test_images_reach_the_rollout_in_the_server(tmp_path) -> None:
     """Its completions behind them are those of the same rollout in this process."""
     model = tiny_pictured_model("qwen2_5_vl")
@@ -346,6 +348,7 @@ def test_an_error_of_a_server_is_raised_each_time_that_its_answer_is_read(rollou
     assert again.value is first.value
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(own) -> None:
     pid = own._process.pid
     os.kill(pid, signal.SIGKILL)
@@ -358,6 +361,7 @@ def test_a_server_that_was_killed_is_an_error_with_its_log_and_leaves_nothing(ow
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["generate", "update_weights"])
 def test_a_server_that_hangs_is_an_error_in_time_and_ends(own, call, monkeypatch) -> None:
     monkeypatch.setattr(endpoint, "GRACE_S", 0.5)
@@ -374,6 +378,7 @@ def test_a_server_that_hangs_is_an_error_in_time_and_ends(own, call, monkeypatch
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_closing_ends_the_server_and_what_it_started_and_its_log(own, monkeypatch) -> None:
     # A server that is killed, as on a busy machine after the usual time, leaves its log.
     monkeypatch.setattr(endpoint, "GRACE_S", DEADLINE_S)
@@ -392,6 +397,7 @@ def test_closing_ends_the_server_and_what_it_started_and_its_log(own, monkeypatc
             call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "kill", "hang"])
 def test_a_client_that_ends_without_closing_leaves_no_server(arguments, how) -> None:
     own = {key: value for key, value in arguments.items() if key != "model"}
@@ -419,6 +425,7 @@ if {how!r} != "exit":
     until(lambda: not runs(pid))
 
 
+@pytest.mark.slow
 def test_a_rollout_that_does_not_start_says_why(arguments) -> None:
     with pytest.raises(
         ConfigError, match=r"config rollout.batch_size: expected at least 1, got 0"
@@ -506,6 +513,7 @@ print("hung up", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_strangers_that_drip_hold_no_one_and_are_hung_up_on(rollout) -> None:
     rollout.update_weights(iter(weights(0).items()), 1)
     command = [sys.executable, "-c", ATTACK, str(rollout._server.port)]
@@ -531,6 +539,7 @@ def test_the_arguments_of_a_rollout_are_not_on_a_command_line_that_everyone_can_
     assert health["arguments"]["model"]["path"] == arguments["model"].path
 
 
+@pytest.mark.slow
 def test_connections_without_a_token_are_never_many(rollout) -> None:
     place = (rollout._server.host, rollout._server.port)
     with ExitStack() as stack:
@@ -541,6 +550,7 @@ def test_connections_without_a_token_are_never_many(rollout) -> None:
         assert [one.recv(1) for one in dialled[:5]] == [b""] * 5
 
 
+@pytest.mark.slow
 def test_shutdown(arguments) -> None:
     made = RemoteRollout(name="local", device="cpu", arguments=arguments)
     made._server.call("shutdown")

@@ -92,6 +92,7 @@ def served(tmp_path, monkeypatch) -> Iterator[Served]:
     one.close()
 
 
+@pytest.mark.slow
 def test_other_processes_serve_every_byte_and_outlive_what_goes_wrong(served):
     served.run(checkpoint(1), 1)
     bad = checkpoint(2)

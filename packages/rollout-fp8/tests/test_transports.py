@@ -94,6 +94,7 @@ def test_a_corrupted_bucket_is_found_by_the_audit(started, kind) -> None:
         Audit(stream.plan, [boxes]).check(delivery.checksums, [sums])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receiver_that_dies_or_raises_fails_the_sync_for_all_and_the_next_one_is_good(
     started, kind
@@ -116,6 +117,7 @@ def test_a_receiver_that_dies_or_raises_fails_the_sync_for_all_and_the_next_one_
             check_bytes(row, 1, 2, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_receiver_that_stalls_is_an_error_in_time(started, kind) -> None:
     receivers = started(Receivers(defects=("stop",)))
@@ -204,6 +206,7 @@ def test_a_call_that_fails_or_hangs_ends_the_sync(started) -> None:
     over.set()
 
 
+@pytest.mark.slow
 def test_workers_that_return_early_or_never_are_an_error(started) -> None:
     with pytest.raises(PeerError, match="returned without the weights"):
         SentWorkers(lambda *_, **__: None, started(Sender(kind="shm", timeout_s=NEVER_S))).sync(
@@ -266,6 +269,7 @@ def test_nobody_who_does_not_come_is_waited_for_longer_than_the_timeout_or_the_w
         sender.send_weights(stream_of(0, fp8=False), gone)
 
 
+@pytest.mark.slow
 def test_a_receiver_of_an_earlier_sync_is_sent_away(started) -> None:
     sender = started(Sender(kind="shm", timeout_s=0.3))
     late = sender.address

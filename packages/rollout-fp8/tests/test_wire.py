@@ -225,6 +225,7 @@ def test_weights_that_are_not_finite_are_served_by_nobody(ends, tmp_path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_replica_that_does_not_come_or_comes_with_the_address_of_an_earlier_sync(
     impatient_ends, tmp_path
 ) -> None:
@@ -273,6 +274,7 @@ def test_what_no_exporter_of_merged_weights_has_made_is_refused(ends, tmp_path) 
         sender.send(adapters.export(Lora({}, {})))
 
 
+@pytest.mark.slow
 def test_a_server_behind_the_wire_serves_what_came_over_it(ends, tmp_path) -> None:
     wire, other, _ = ends
     CONFIG.save_pretrained(tmp_path)

@@ -161,6 +161,7 @@ def test_under_torchrun_every_rank_says_who_it_is(sft_file, capsys, monkeypatch)
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_answered_without_loading_torch(sft_file):
     code = (
         "import sys; from engine_trainer.cli import main; status = main(sys.argv[1:]);"

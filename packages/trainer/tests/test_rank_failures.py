@@ -84,9 +84,8 @@ def ranks(world, folder, *arguments):
         yield started
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.parametrize(
     ("task", "world", "how"),
@@ -134,9 +133,8 @@ def test_the_command_of_every_other_rank_names_the_one_that_goes_away(
                 assert str(tmp_path / f"rank-{world - 1}.log") in stopped, "its log is not named"
 
 
-@pytest.mark.turn
-@pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_under_torchrun_the_rank_that_is_left_says_why_before_it_is_ended(sums_model, tmp_path):
     file = configuration("sft", tmp_path, sums_model, 3600)

@@ -149,6 +149,7 @@ def test_every_token_of_a_run_has_the_loss_that_transformers_computes(
     assert (row["train/micro_batches"] == 2) == (row["train/patches"] > 64)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_left_alone(tmp_path, place):
     """Weights, losses, and the folders that are exported, with smaller images than the model's."""
     small = "data.processor_kwargs={size: {shortest_edge: 64, longest_edge: 512}}"

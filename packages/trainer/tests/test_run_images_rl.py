@@ -127,6 +127,7 @@ def read_image_token(place: Path) -> int:
     return AutoConfig.from_pretrained(place / "qwen2_5_vl").image_token_id
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_left_alone(tmp_path, place):
     train_rl(configure(place, tmp_path / "alone", "run.steps=3"))
     train_rl(configure(place, tmp_path / "parted", "run.steps=2"))
@@ -239,7 +240,7 @@ def test_prompts_with_broken_pixels_are_left_out_of_their_step_and_counted(tmp_p
 
 
 @pytest.mark.distributed
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_rank_whose_prompts_are_all_left_out_goes_on_with_the_others(tmp_path, place):
     """Of two ranks the first generates for the first and third row, whose pixels are broken."""
     shutil.copytree(place, tmp_path / "place")

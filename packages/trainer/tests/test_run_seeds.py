@@ -84,7 +84,6 @@ def dropping(sft_file):
     return sft_file
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(4 * DEADLINE_S)

@@ -240,7 +240,6 @@ def overrides(model_folder: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("recipe", SMALL)
 def test_a_recipe_gives_the_same_figures_with_another_backend(
@@ -400,13 +399,7 @@ SYNCED: dict[str, dict[str, list[dict[str, int]]]] = {
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize("experts", [0, 4])
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "megatron",
-        *(pytest.param(name, marks=pytest.mark.turn) for name in SYNCED if name != "megatron"),
-    ],
-)
+@pytest.mark.parametrize("backend", SYNCED)
 def test_a_sync_sends_the_same_bits_from_every_engine_and_layout(
     backend: str, experts: int, quantization: str, tmp_path: Path, pool: Pools
 ) -> None:

@@ -90,7 +90,6 @@ def alone(model, tmp_path_factory):
     return run
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     model, tmp_path, alone, algorithm
@@ -106,7 +105,6 @@ def test_beside_two_engine_ranks_it_learns_and_gives_the_bits_of_torchrun(
     assert 0 < max(apart) < 1e-4
 
 
-@pytest.mark.turn
 def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     """Check that every rank has a replica.
 
@@ -123,7 +121,6 @@ def test_ranks_that_share_documents_have_a_replica_each(model, tmp_path, alone):
     assert rows[-1]["eval/reward"] > 0.8
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("name", [pytest.param("vllm", marks=pytest.mark.nightly), "vllm-server"])
 def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, name):
     """Use as many replicas as engine ranks.
@@ -139,7 +136,6 @@ def test_apart_from_the_engine_it_gives_the_same_bits(model, tmp_path, alone, na
     assert row["sync/audited"] == 1
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize("cache", ["recompute", pytest.param("keep", marks=pytest.mark.nightly)])
 def test_it_learns_while_weights_are_updated_in_the_middle_of_completions(
     model, tmp_path, caplog, cache
@@ -214,7 +210,6 @@ def served(folder: Path, prompts: list[str], script: Path) -> list[dict]:
     return [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("served ")]
 
 
-@pytest.mark.turn
 def test_vllm_and_transformers_say_the_same_of_the_exported_folder(alone, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -20,10 +20,8 @@ _SIZES = {
     "head_dim": (1, 2**14),
     "vocab_size": (1, 2**26),
     "max_position_embeddings": (1, 2**40),
-    "num_experts": (0, 2**14),
-    "num_local_experts": (0, 2**14),
-    "n_routed_experts": (0, 2**14),
     "num_experts_per_tok": (0, 2**14),
+    **dict.fromkeys(EXPERT_KEYS, (0, 2**14)),
 }
 # Experts of all layers together. The largest model of 2026 has 23,424, and a table of all names
 # beyond this bound takes gigabytes before the first file is looked at.

@@ -16,6 +16,7 @@ import torch
 from engine_api import hf_config
 from engine_api.config import ModelSource
 from engine_api.errors import ConfigError
+from engine_api.hf_layers import count_experts
 from engine_api.hf_overrides import override
 from engine_api.hf_vision import refuse_vision
 from engine_megatron.mechanisms import (
@@ -394,8 +395,7 @@ def _uneven_experts(config: Any) -> list[str]:
     family = config.model_type
     if family not in _FAMILY_SIZES:
         return []
-    keys = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next(getattr(config, key) for key in keys if hasattr(config, key))
+    experts = count_experts(config)
     wrong: list[str] = []
     if config.num_experts_per_tok > experts:
         wrong.append(f"num_experts_per_tok is {config.num_experts_per_tok} of {experts} experts")

@@ -135,7 +135,7 @@ def test_what_vllm_cannot_serve_is_refused_before_it_starts(model: str, root: Pa
         assert error.field == field
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None:
     rows = get_pool(2, device=DEVICE).run(
         "adapter_peers:on_ranks", deadline=280, model=model, tensor_parallel_size=2
@@ -147,7 +147,7 @@ def test_two_ranks_that_share_a_server(model: str, said: dict[str, Any]) -> None
 
 
 @pytest.mark.skipif(not HAS_FP8_CACHE, reason="this CPU has no kernels for an FP8 cache")
-@pytest.mark.turn
+@pytest.mark.slow
 def test_an_fp8_cache_of_two_ranks_that_share_a_server_serves_each_adapter(model: str) -> None:
     rows = get_pool(2, device=DEVICE).run(
         "adapter_peers:on_ranks",
@@ -166,7 +166,6 @@ def test_an_fp8_cache_of_two_ranks_that_share_a_server_serves_each_adapter(model
         assert fmean(apart) < 0.15
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 def test_workers_of_its_own_read_one_folder(model: str, said: dict[str, Any]) -> None:
     ((one, _),) = get_pool(1, device=DEVICE).run(

@@ -21,7 +21,7 @@ from engine_conformance.ranks import close_pools
 NGRAM = {"speculative": "ngram", "truncation": False, "deterministic": False}
 PLACE = os.environ.get("ROLLOUT_TEST_TORCHVISION")
 CASES = [one for one in load_cases().values() if one.profile == "rollout" and one.probes is None]
-pytestmark = [pytest.mark.distributed, pytest.mark.turn]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ pytestmark = [
 ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's CPU build does not serve it")
 FAMILIES = [
     pytest.param("qwen2_5_vl", {"tie_word_embeddings": True}, id="qwen2_5_vl-tied"),
-    pytest.param("qwen2_vl", {}, marks=pytest.mark.turn, id="qwen2_vl"),
+    pytest.param("qwen2_vl", {}, marks=pytest.mark.slow, id="qwen2_vl"),
     pytest.param("qwen2_5_vl", {}, marks=pytest.mark.nightly, id="qwen2_5_vl"),
-    pytest.param("qwen3_vl", {}, marks=pytest.mark.turn, id="qwen3_vl"),
-    pytest.param("internvl", {}, marks=pytest.mark.turn, id="internvl"),
+    pytest.param("qwen3_vl", {}, marks=pytest.mark.slow, id="qwen3_vl"),
+    pytest.param("internvl", {}, marks=pytest.mark.slow, id="internvl"),
     pytest.param("gemma3", {}, marks=ON_A_GPU, id="gemma3"),
 ]
 
@@ -49,10 +49,10 @@ HYBRIDS = [
     pytest.param(
         "qwen3_5",
         {"tie_word_embeddings": True},
-        marks=pytest.mark.turn,
+        marks=pytest.mark.slow,
         id="qwen3_5-tied",
     ),
-    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.turn, id="qwen3_5_moe"),
+    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.slow, id="qwen3_5_moe"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_in_bf16_log_probs_behind_images_and_text_are_as_near_to_float64_as_tran
     assert packed or apart["audited"]
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["vision_tower.", "vision_tower.vision_model."])
 def test_a_siglip_tower_is_synced_under_the_names_of_either_folder(
     tmp_path: Path, pool: RankPool, start: str
@@ -143,7 +143,7 @@ def test_a_siglip_tower_is_synced_under_the_names_of_either_folder(
     assert call(pool, "sync_audited", folder)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_nothing_of_a_closed_rollout_is_left_and_another_begins(
     pool: RankPool, folder: Path
 ) -> None:
@@ -183,7 +183,7 @@ def test_images_that_are_not_those_of_their_prompt_are_refused_and_it_goes_on(
     "family",
     [
         "qwen2_5_vl",
-        *(pytest.param(one, marks=pytest.mark.turn) for one in ("qwen2_vl", "qwen3_vl")),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl")),
     ],
 )
 def test_in_fp8_vllm_quantizes_the_language_model_and_leaves_the_tower(
@@ -202,7 +202,7 @@ def test_other_ids_than_those_of_the_prompt_are_an_error_that_names_the_first(
     require_error(found["other ids"], RolloutError, "at place 0 of a prompt", "rollout.name=local")
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="the loop's engine is on the CPU here")
 def test_the_loop_trains_on_what_vllm_generates_behind_images(
     tmp_path: Path, pool: RankPool

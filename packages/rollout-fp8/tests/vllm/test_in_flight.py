@@ -76,8 +76,8 @@ def expected(
     [
         ("in_process", "recompute", {}),
         ("in_process", "keep", {}),
-        pytest.param("workers", "recompute", {}, marks=pytest.mark.turn),
-        pytest.param("workers", "keep", {}, marks=pytest.mark.turn),
+        pytest.param("workers", "recompute", {}, marks=pytest.mark.slow),
+        pytest.param("workers", "keep", {}, marks=pytest.mark.slow),
         pytest.param(
             "in_process", "recompute", {"speculative": "ngram"}, marks=pytest.mark.nightly
         ),

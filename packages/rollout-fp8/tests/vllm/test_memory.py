@@ -29,7 +29,7 @@ def call(function: Any, **kwargs: Any) -> Any:
     )[0]
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [True, False], ids=["all", "caches"])
 def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(
     model: str, weights: bool

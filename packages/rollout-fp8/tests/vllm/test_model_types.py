@@ -18,7 +18,7 @@ pytestmark = [
 ]
 ALWAYS = ("llama", "gemma2")
 FAMILIES = [
-    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.turn)
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
     for name in (
         "llama",
         "gemma2",
@@ -57,7 +57,7 @@ def test_greedy_log_probs_are_transformers_after_every_sync(
     assert found["greedy"] < NEAR
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
@@ -76,7 +76,7 @@ def test_a_family_that_vllm_does_not_serve_rightly_is_refused_by_name(
     assert reason in str(error)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_transformers_reads_a_folder_as_before_where_vllm_has_a_configuration_of_its_own(
     tmp_path: Path,
 ) -> None:

@@ -55,7 +55,7 @@ def test_a_server_that_passes_over_keys_of_yarn_is_refused_by_name(tmp_path: Pat
     assert "another version of vLLM" in error.remedy
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_yarn_of_former_versions_gets_the_factor_that_it_lacks(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", "ministral3", rope_parameters=SCALED)
     found = run("compare_former", folder)
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_scale_attention_is_refused_by_name(tmp_path: Pat
     assert "by 1.0000, and transformers by 2.3863" in str(error)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_scale_that_vllm_turns_off_for_short_models_is_refused_by_name(tmp_path: Path) -> None:
     # vLLM decides about it in Llama 4 by the model's length, whatever config.json says.
     folder = write(
@@ -98,7 +98,7 @@ def test_a_scale_that_vllm_turns_off_for_short_models_is_refused_by_name(tmp_pat
     assert error.remedy == "rollout.options.max_model_len above 32768, or of at most 7"
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_long_factors_for_short_sequences_are_refused_with_the_length(tmp_path: Path) -> None:
     rope = {
         "rope_type": "longrope",
@@ -121,13 +121,13 @@ def test_long_factors_for_short_sequences_are_refused_with_the_length(tmp_path: 
     assert error.remedy == "rollout.options.max_model_len of at most 128"
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_workers_of_their_own_tell_their_positions(tmp_path: Path) -> None:
     (tables,) = run("compare_workers", write(tmp_path / "model", "llama"))
     assert tables > 0
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_table_that_is_too_short_is_refused_with_its_length(tmp_path: Path) -> None:
     # vLLM's own length is 256 then.
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

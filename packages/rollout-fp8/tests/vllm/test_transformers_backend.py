@@ -60,7 +60,7 @@ def test_a_version_that_changes_classes_in_another_way_is_refused(
     require_error(error, RolloutError, "unknown way", "_decorate_cls_for_torch_compile")
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_class_that_is_changed_all_the_same_is_named(folder: str) -> None:
     # This process has the changed class until its end.
     with RankPool(1, device=DEVICE) as pool:
@@ -121,7 +121,7 @@ def test_heads_that_vllm_computes_are_no_fault() -> None:
     assert call("find_faults", text={"logits_scaling": 8.0}, scale=0.125) == []
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_frequencies_that_transformers_changes_with_the_longest_sequence_are_refused(
     tmp_path: Path,
 ) -> None:
@@ -135,7 +135,7 @@ def test_frequencies_that_transformers_changes_with_the_longest_sequence_are_ref
     assert call("refuse", folder=written, max_model_len=128) is None
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["jetmoe", "moshi"])
 def test_a_family_that_the_backend_does_not_serve_rightly_is_refused_by_name(
     tmp_path: Path, model_type: str
@@ -145,7 +145,7 @@ def test_a_family_that_the_backend_does_not_serve_rightly_is_refused_by_name(
     require_error(error, RolloutError, "no class of its own", "ForCausalLM", "rollout.name=local")
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_two_ranks_that_share_a_server_are_near_the_engine(folder: str) -> None:
     rows = get_pool(2, device=DEVICE).run(
         "backend_peers:compare_shared", deadline=280, folder=folder
@@ -169,7 +169,7 @@ def test_a_class_that_was_not_compared_on_two_ranks_is_refused(tmp_path: Path) -
         require_error(error, ConfigError, name, "Olmo2ForCausalLM")
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_an_adapter_is_served_as_the_engine_has_it(tmp_path: Path) -> None:
     # It has the names of layers that the adapter is for.
     make_served_model("smollm3", tmp_path / "model")
@@ -181,7 +181,7 @@ def test_an_adapter_is_served_as_the_engine_has_it(tmp_path: Path) -> None:
         assert completion.log_probs == pytest.approx(told, abs=NEAR)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_an_fp8_cache_is_refused_before_vllm_starts(folder: str) -> None:
     error = call("refuse", folder=folder, kv_cache_dtype="fp8")
     require_error(error, ConfigError, "rollout.options.kv_cache_dtype", "got fp8")

@@ -110,7 +110,7 @@ def test_log_probs_are_the_engines(root: Path) -> None:
                 assert completion.log_probs == pytest.approx(told.tolist(), abs=3e-5)
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"tensor_parallel_size": 2}], ids=["replicas", "tensor-parallel"]
 )
@@ -127,7 +127,6 @@ def test_two_ranks(root: Path, options: dict[str, Any]) -> None:
     assert [total for _, total in rows] == [2.0, 2.0]
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_processes_of_its_own(root: Path, count: int) -> None:

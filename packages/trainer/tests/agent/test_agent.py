@@ -110,6 +110,7 @@ def agents(tmp_path, chat):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_what_the_model_said_and_what_the_tool_said(chat, agents, kind):
     rollout = kind(chat, "one", "two")
@@ -208,6 +209,7 @@ def test_many_trajectories_share_batches(chat, agents):
     assert again.batches == rollout.batches
 
 
+@pytest.mark.slow
 def test_a_slow_tool_is_given_up_and_the_others_go_on(chat, agents):
     rollout = Scripted(chat, "one", "two", seconds=1.5)
     slow, fast = agents("slow_tool", timeout_s=1.0).run(
@@ -227,6 +229,7 @@ def test_a_tool_that_does_not_return_holds_nobody(chat, agents, tmp_path):
     (tmp_path / "go").touch()  # the tool returns only now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_a_function_that_never_awaits_is_interrupted_and_the_model_is_not(chat, agents, kind):
     rollout = kind(chat, "one", "two", seconds=1.5)

@@ -365,6 +365,7 @@ def test_one_completion_is_enough_where_no_group_is_compared(file):
         )
 
 
+@pytest.mark.slow
 def test_every_option_of_the_trainer_has_a_reader():
     """A field that no line reads would be ignored in silence."""
     from engine_trainer.config import algorithm, evaluation, preferences, rl, sections, sft

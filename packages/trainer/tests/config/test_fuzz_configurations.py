@@ -114,6 +114,7 @@ def put(tree: Any, key: str, value: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 @fuzz()
 @given(st.sampled_from(CLASSES), st.data())
 def test_a_value_of_any_kind_at_any_key_is_taken_or_named(cls, data):
@@ -207,6 +208,7 @@ def files(tmp_path_factory):
     return {cls: folder / f"{cls.__name__}.yaml" for cls in GOOD}
 
 
+@pytest.mark.slow
 @fuzz()
 @given(st.sampled_from(CLASSES), st.data())
 @example(RLConfig, "run.steps=" + "[" * 100_000)
@@ -233,6 +235,7 @@ def test_an_override_of_any_text_is_applied_or_named(files, cls, data):
     assert_good_or_named(cls, outcome(lambda: load_config(cls, files[cls], overrides)))
 
 
+@pytest.mark.slow
 @fuzz()
 @given(
     st.sampled_from(CLASSES),
@@ -293,6 +296,7 @@ BASES = [
 ]
 
 
+@pytest.mark.slow
 @fuzz()
 @given(
     st.lists(st.integers(0, len(BASES) - 1), min_size=3, max_size=3),

@@ -97,6 +97,7 @@ def test_wrong_settings_are_named(settings, field, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_task_that_is_too_small_says_how_many_questions_it_has():
     tiny = GymDataset(
         name="chain_sum", config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

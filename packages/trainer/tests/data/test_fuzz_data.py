@@ -205,6 +205,7 @@ def test_lines_are_rows_or_refused_by_number(content):
         assert json.loads(text).keys() == row.values.keys()
 
 
+@pytest.mark.slow
 @fuzz()
 @given(lines, st.booleans())
 @example(b"[" * 100_000, False)
@@ -305,6 +306,7 @@ def tokenizers(tokenizer_of):
     return {True: tokenizer_of(), False: tokenizer_of(None)}
 
 
+@pytest.mark.slow
 @fuzz(cost=2)
 @given(
     rows,

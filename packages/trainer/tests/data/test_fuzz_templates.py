@@ -273,6 +273,7 @@ def test_a_template_that_is_no_file_is_named(tokenizer, value):
     assert caught.value.field == "data.chat_template"
 
 
+@pytest.mark.slow
 def test_a_renderer_that_was_killed_is_started_again():
     renderer = Renderer()
     try:

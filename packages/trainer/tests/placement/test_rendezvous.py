@@ -103,11 +103,13 @@ class Runs:
         return os.mkdir, (str(self.file),)
 
 
+@pytest.mark.slow
 def test_ranks_agree_through_the_launchers_store(store):
     with ranks(2, store.port, DEADLINE_S) as started:
         assert [said(process) for process in started] == [[["met", 1], ["met again", 2]]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
@@ -136,6 +138,7 @@ def test_a_key_set_from_outside_runs_nothing_and_is_a_typed_error(store, tmp_pat
     assert all(rows[-1][0] in ("CodecError", "RankFailure") for rows in found), found
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_the_groups_are_made_is_named_at_once(store):
     with ranks(2, store.port, 10 * DEADLINE_S, "one stays away") as started:
         assert json.loads(started[1].stdout.readline()) == ["met", 1]
@@ -147,6 +150,7 @@ def test_a_rank_that_dies_before_the_groups_are_made_is_named_at_once(store):
     assert "is gone" in text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_at_the_deadline(store):
     with ranks(2, store.port, 20.0, "one stays away") as started:
         assert json.loads(started[1].stdout.readline()) == ["met", 1]
@@ -156,6 +160,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(store):
     assert "is stopped" in text
 
 
+@pytest.mark.slow
 def test_a_lost_store_is_said_to_be_lost():
     server = subprocess.Popen(
         [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE

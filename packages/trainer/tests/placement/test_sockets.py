@@ -82,6 +82,7 @@ def beyond(found: set[Listening]) -> set[Listening]:
     return {one for one in found if not one.is_local}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["sft", "rl"])
 def test_a_run_in_one_process_listens_on_loopback_alone(begin, task) -> None:
     found = listening(begin(task).pid)
@@ -89,6 +90,7 @@ def test_a_run_in_one_process_listens_on_loopback_alone(begin, task) -> None:
     assert beyond(found) == set()
 
 
+@pytest.mark.slow
 def test_of_a_run_under_torchrun_its_launcher_alone_listens_beyond(begin) -> None:
     """torch gives no way to confine the stores of torchrun: docs/security.md."""
     found = listening(begin("rl", ranks=2).pid)

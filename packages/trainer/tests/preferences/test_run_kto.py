@@ -116,6 +116,7 @@ class Oracle:
         return {"loss": total.item(), "baseline": mean, "grad_norm": norm}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "reference", "label"),
     [
@@ -164,6 +165,7 @@ def test_three_steps_are_the_papers(sums_model, labelled, tmp_path, loss, refere
         torch.testing.assert_close(updated[name].double(), parameter.detach(), atol=5e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_adapters_change_nothing(sums_model, labelled, tmp_path):
     """Documents packed one by one or together; the adapter off is the reference."""
     rows = {}
@@ -185,6 +187,7 @@ def test_micro_batches_and_adapters_change_nothing(sums_model, labelled, tmp_pat
         torch.testing.assert_close(value, weights_of(tmp_path / "b")[name], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", ["precomputed", "engine"])
 def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(
     sums_model, labelled, tmp_path, monkeypatch, reference
@@ -250,7 +253,6 @@ def test_the_figures_of_an_evaluation_do_not_depend_on_its_calls(
         assert known[0] == pytest.approx(known[1], rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_agree_with_one_whichever_labels_they_have(sums_model, labelled, tmp_path):

@@ -88,6 +88,7 @@ def encode(tokenizer, row: dict, name: str) -> tuple[list[int], int]:
     return [*prompt, *tokenizer(row[name])["input_ids"], tokenizer.eos_token_id], len(prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "ipo"])
 @pytest.mark.parametrize("reference", ["precomputed", "engine"])
 def test_two_steps_of_dpo_are_the_textbooks(models, pairs, tmp_path, loss, reference):
@@ -209,6 +210,7 @@ def test_it_learns_and_what_it_exports_can_be_read(models, pairs, tmp_path, kind
     assert auto.from_pretrained(out / "hf").num_parameters() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reference"), [("dpo", "precomputed"), ("dpo", "engine"), ("rm", None)]
 )
@@ -360,7 +362,6 @@ def test_the_commands(models, pairs, tmp_path, capsys):
     assert "rm: 1 steps" in capsys.readouterr().out
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["dpo", pytest.param("rm", marks=pytest.mark.nightly)])
@@ -449,6 +450,7 @@ def test_held_out_pairs_that_are_too_long_are_dropped_as_those_of_training_are(
 # --- losses other than DPO's ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "more"),
     [

@@ -200,7 +200,7 @@ def test_lines_fit_into_80_columns_also_in_color(file, capsys, monkeypatch):
     assert "\x1b[2m  · <|bos|>" in texts["--color"]
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_colors_are_for_terminals_alone(file, tmp_path):
     command = [sys.executable, "-m", "engine_trainer", "data", file(ROWS[0])]
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}

@@ -134,6 +134,7 @@ EVERY_KIND = [{"kind": kind, "number": 2.5, "text": "x\ud800"} for kind in odd_r
 FUNCTIONS = ["score", "ascore", "nested"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @fuzz(cost=2)
 @given(rows=st.lists(odd, min_size=1, max_size=4))
@@ -144,6 +145,7 @@ def test_whatever_it_does_in_this_process_a_number_or_a_typed_error_comes_of_it(
     try_all(scorers(name, 0), [row for row in rows if row["kind"] not in OF_THE_PROCESS], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @fuzz(cost=20)  # an error ends the process
 @given(rows=st.lists(odd, min_size=1, max_size=4))
@@ -177,6 +179,7 @@ def test_arguments_of_any_name_reach_it_or_are_refused_by_key(kwargs, function):
     assert spec.make()(sample(FINE)) == (len(kwargs) if function == "takes_all" else 1.0)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(
     name=st.sampled_from(["math", "gsm8k", "exact", "reasoning_gym"]),
@@ -194,6 +197,7 @@ def test_arguments_that_a_reward_of_the_house_does_not_take_are_refused_by_key(n
     )
 
 
+@pytest.mark.slow
 @fuzz()
 @given(
     section=st.dictionaries(

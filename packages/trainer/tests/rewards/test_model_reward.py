@@ -67,6 +67,7 @@ def expected(folder, question="hi", completion="ho"):
 SAMPLES = [sample("hi" * i, "ho" * (7 - i)) for i in range(1, 7)]
 
 
+@pytest.mark.slow
 def test_the_score_is_the_models_logit_of_the_whole_conversation(classifier):
     score = reward_model(path=str(classifier), device="cpu")
     for one in SAMPLES[:3]:
@@ -76,6 +77,7 @@ def test_the_score_is_the_models_logit_of_the_whole_conversation(classifier):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_calls_of_one_chunk_are_scored_together(classifier, workers, monkeypatch):
     """One forward pass has up to ``batch_size`` conversations, padded to the longest."""

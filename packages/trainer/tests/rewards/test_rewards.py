@@ -397,6 +397,7 @@ print(json.dumps(outcome))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_reward_that_raises_ends_all_ranks_together(tmp_path):
     program, store = tmp_path / "ranks.py", tmp_path / "store"

@@ -128,6 +128,7 @@ def test_what_is_no_float_is_a_failure(own, workers, caplog):
         scorer.score(samples("huge"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["fickle", "afickle"])
 def test_a_service_that_is_gone_ends_the_run_soon(own, function):
     scorer = own(function, timeout_s=1.0, max_timeouts=3, concurrency=1)
@@ -149,6 +150,7 @@ def test_a_limit_that_nothing_could_keep_is_refused(own):
         Scorer([WeightedReward(name="mine", function=len, timeout_s=2.0)])
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_never_awaits_is_interrupted(own):
     completions = ["fine", "block", "fine"]
     scorer = own("rude", timeout_s=1.0, concurrency=1)
@@ -194,6 +196,7 @@ def test_a_sample_that_cannot_travel_is_said(own):
         scorer.score([Sample(prompt="p", completion="c", metadata={"f": lambda: 1})])
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_pays_no_heed_to_its_cancellation_holds_nobody(own):
     scorer = own("stubborn", timeout_s=2.0, max_failures=1)
     scores = scorer.score(samples("hang", "fine", "cancelled", "hang"))

@@ -161,6 +161,7 @@ scorer.score([Sample(prompt="", completion=str(pids), answer="")])
 LASTING = ["imports", "imports in C", "regex", "powers", "sleeps in C", "catches"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LASTING)
 def test_a_call_that_nothing_interrupts_counts_zero_and_the_others_go_on(own, what):
     """In one process, which is given several at once: those before and behind it are judged."""
@@ -182,6 +183,7 @@ def test_too_many_calls_in_a_row_that_take_too_long_say_where_imports_belong(own
     assert not scorer.workers._workers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     "what", ["both return", "the child stays", "the child exits", "the child raises"]
@@ -194,6 +196,7 @@ def test_a_function_that_forks_is_heard_once_and_leaves_no_process(own, what, wo
     assert all(group_ended(group) for group in groups)
 
 
+@pytest.mark.slow
 def test_a_coroutine_in_c_takes_no_other_call_along(own):
     scorer = own("holds", timeout_s=2.0, concurrency=4)
     scores = scorer.score(samples("fine", "fine", "regex", "fine", "fine"))

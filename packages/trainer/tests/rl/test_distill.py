@@ -270,6 +270,7 @@ def check_update(folder, sums_model, student, loss: torch.Tensor, near: float = 
     return figures
 
 
+@pytest.mark.slow
 def test_a_step_of_sampled_tokens_is_the_oracles(train, sums_model, teacher_model, tmp_path):
     """Teacher's log-probs per token, and the update per weight, in float64 with transformers."""
     teacher = {"engine": {"model": {"path": str(teacher_model)}}, "kl": "sampled"}

@@ -383,7 +383,6 @@ def test_a_step_that_learns_from_nothing_has_no_tokens():
     assert not KeptTokens([], [], ())
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_rows_of_two_ranks_are_those_of_one(sums_model, tmp_path):

@@ -95,6 +95,7 @@ def comparable(groups) -> list:
     ]
 
 
+@pytest.mark.slow
 def test_the_groups_of_a_recorded_step_are_those_that_the_learner_had(recorded):
     folder, learned = recorded
     assert len(learned) == 4
@@ -221,6 +222,7 @@ def test_a_replay_is_the_step_bit_for_bit(recorded, capsys):
     assert "no checkpoint of step 1" in first["uncompared"]
 
 
+@pytest.mark.slow
 def test_a_replay_sees_what_is_not_as_recorded(run, capsys):
     """Another learning rate, and a reward that was changed in the file."""
     result = replayed(run, 4, "engine.optimizer.lr=0.0011")
@@ -245,6 +247,7 @@ def test_a_replay_sees_what_is_not_as_recorded(run, capsys):
     assert "token " in tokens["advantages", 4]["where"]
 
 
+@pytest.mark.slow
 def test_a_replay_on_another_engine_differs_by_rounding(recorded):
     pytest.importorskip("engine_minimal", reason="the other engine is an example")
     tolerances = pytest.importorskip("engine_conformance.tolerances")
@@ -264,6 +267,7 @@ def test_a_replay_on_another_engine_differs_by_rounding(recorded):
     assert changes["step"] == 0
 
 
+@pytest.mark.slow
 def test_a_replay_reads_no_data_and_overwrites_nothing(run, tmp_path, capsys):
     """Data may be gone; data of another name would be another run's."""
     own = tmp_path / "own"
@@ -281,6 +285,7 @@ def test_a_replay_reads_no_data_and_overwrites_nothing(run, tmp_path, capsys):
     assert "give a number from 1 to 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_replay_on_another_engine_says_all_that_must_be_overridden(run, capsys):
     """The configuration of a run on a GPU, whose settings the other engine does not have."""
     pytest.importorskip("engine_minimal", reason="the other engine is an example")
@@ -320,7 +325,6 @@ def test_the_options_that_an_engine_has_stay_where_others_are_removed(sums_model
     check_engine(config)
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_replay_on_two_ranks_is_the_step_of_two_ranks(sums_model, tmp_path):

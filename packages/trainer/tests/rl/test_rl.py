@@ -135,6 +135,7 @@ def test_the_first_update_is_the_textbooks(folder, tmp_path, monkeypatch, shared
         torch.testing.assert_close(updated[name].double(), expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(folder, tmp_path):
     calls = {"left": math.inf}
 

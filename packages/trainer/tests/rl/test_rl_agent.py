@@ -64,6 +64,7 @@ def rl(sums_model, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_an_agent_repeats_exactly(rl):
     from safetensors.torch import load_file
 

@@ -178,6 +178,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mini_batches", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_update_is_the_formulas(sums_model, tmp_path, monkeypatch, name, mini_batches):
@@ -259,6 +260,7 @@ def test_rejecting_everything_is_no_update(sums_model, tmp_path, monkeypatch, sh
     assert all(torch.equal(value, before[name]) for name, value in updated.items())
 
 
+@pytest.mark.slow
 def test_rejected_tokens_carry_no_kl_and_weighted_ones_do(sums_model, tmp_path, monkeypatch):
     """Check the KL figure, a mean over the tokens with loss.
 

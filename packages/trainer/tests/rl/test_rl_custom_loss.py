@@ -68,6 +68,7 @@ def own(tmp_path) -> str:
 UPDATES = {"prompts_per_step": 8, "mini_batches": 2, "epochs": 2}
 
 
+@pytest.mark.slow
 def test_a_custom_loss_that_is_ppos_gives_ppos_weights_bit_for_bit(
     folder, tmp_path, own, monkeypatch
 ):
@@ -87,7 +88,7 @@ def test_a_custom_loss_that_is_ppos_gives_ppos_weights_bit_for_bit(
     assert row["train/entropy"] > 0
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_custom_loss_and_advantage_on_one_and_two_ranks(folder, tmp_path, own):
     runs = {}
     for ranks in (1, 2):
@@ -106,6 +107,7 @@ def test_a_custom_loss_and_advantage_on_one_and_two_ranks(folder, tmp_path, own)
     assert runs[1]["train/fresh"] == pytest.approx((1 + 1 / 2 + 1 / 4 + 1 / 8) / 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_custom_advantage_of_groups_takes_options(folder, tmp_path, own):
     for run, section in {
         "built_in": {"advantage": "dr_grpo"},

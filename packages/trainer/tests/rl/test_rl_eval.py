@@ -44,6 +44,7 @@ def run(sums_model, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_each_evaluation_shows_the_same_problems(run, sums_model, capsys):
     evaluation = {"source": str(sums_model / "test.jsonl")}
     out, _ = run({**evaluation, "sets": {"few": {**evaluation, "max_problems": 3}}})
@@ -63,6 +64,7 @@ def test_each_evaluation_shows_the_same_problems(run, sums_model, capsys):
     assert "samples of" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     test = str(sums_model / "test.jsonl")
     few = {"source": test, "max_problems": 3, "samples": 4}
@@ -93,6 +95,7 @@ def test_several_held_out_sets_by_name_with_votes(run, sums_model):
     assert rows[0]["completions"][0]["answer"] == rows[0]["completions"][0]["text"].strip()
 
 
+@pytest.mark.slow
 def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch):
     """Check that generation waits for an evaluation.
 
@@ -121,6 +124,7 @@ def test_nothing_is_generated_beside_an_evaluation(run, sums_model, monkeypatch)
     assert told == ["measure", *["take", "settle", "measure"] * 2]
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_alone_as_a_run_measures_it(run, sums_model, capsys, caplog):
     from engine_trainer.cli import main
 

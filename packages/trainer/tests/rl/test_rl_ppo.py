@@ -281,6 +281,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_every_setting_runs_and_reports(sums_model, tmp_path, name):
     out = tmp_path / "out"
@@ -311,6 +312,7 @@ def test_every_setting_runs_and_reports(sums_model, tmp_path, name):
         assert rows[-1]["critic/updates"] == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_and_is_resumed_ends_bit_for_bit_as_one_left_alone(sums_model, tmp_path):
     calls = {"left": math.inf}
 
@@ -529,7 +531,6 @@ def agree(got: Path, want: Path) -> None:
         torch.testing.assert_close(right[name], weight, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_agree_with_one(sums_model, tmp_path):

@@ -165,6 +165,7 @@ def result_of(out, step):
     return json.loads((out / "replay" / f"step-{step:06d}" / "replay.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_recorded_step_with_the_experts_of_its_rollout_is_made_again_bit_for_bit(
     mixture, tmp_path, monkeypatch, capsys
 ):

@@ -44,6 +44,7 @@ def trained(sums_model, tmp_path):
     return train_reward_model(from_tree(RewardModelConfig, tree)).folder / "hf"
 
 
+@pytest.mark.slow
 def test_the_reward_of_each_completion_is_the_models_score(sums_model, tmp_path):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

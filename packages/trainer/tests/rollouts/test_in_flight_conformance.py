@@ -33,7 +33,8 @@ WRONG = {
     "FinishesInside": "the sync let it finish, or its version stayed",
     "BeginsAgain": "[[0, 200], [0, 200], [0, 200], [0, 200]]",
     "GoesOnAfterFailure": f"(missing), generation 0: {_NOT_REFUSED}",
-    "LosesRunningAlone": f"(missing), generation 2: {_NOT_REFUSED}",
+    # Which generation has no token yet when the sync comes depends on the machine.
+    "LosesRunningAlone": _NOT_REFUSED,
     "LosesForOwnErrorsAlone": f"(raises), generation 0: {_NOT_REFUSED}",
     "EndsWithTokens": f"(missing), generation 0: {_NOT_REFUSED}",
     "EndsWithOwnError": "(missing), generation 0: RolloutError expected, got:",
@@ -41,7 +42,7 @@ WRONG = {
     "BreaksAfterFailure": "after a sync that fails during generations (missing)",
     "AbortsLate": "aborted during a sync, generation 0: ",
     "ForgetsAborts": "aborted during a sync, generation 0: ",
-    "AbortsRunningAlone": "aborted during a sync, generation 2: ",
+    "AbortsRunningAlone": "aborted during a sync, generation ",
     "NamesAbortsLength": "'length', not 'abort'",
     "SleepsWhileRunning": f"generations, sleep: {_NOT_REFUSED}",
     "WakesWhileRunning": f"generations, wake_up: {_NOT_REFUSED}",
@@ -53,16 +54,6 @@ WRONG = {
     "SpoilsWithoutArgument": "after a refused sync",
     "RefusesItsDeclaration": "is declared, and refused without any option",
 }
-# One for each part of the contract's clause, which run with every change.
-FIRST = (
-    "KeepsFirstVersion",
-    "ServesHalf",
-    "KeepsInSilence",
-    "SharesOldPrefixes",
-    "LosesRunningAlone",
-    "AbortsLate",
-    "SleepsWhileRunning",
-)
 # It is a module of its own, because a descriptor imports no torch.
 DESCRIPTOR = f"""
 from engine_api.plugin import CONTRACT, EnginePlugin, Row
@@ -109,19 +100,15 @@ def outcome_of(name: str, root: Path, **options: object) -> Outcome:
     return run_case(load_cases()["rollout.in_flight"], target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_rollout_passes(name: str, root: Path) -> None:
     outcome = outcome_of(name, root)
     assert outcome.status == "passed", outcome.message
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, id=name, marks=() if name in FIRST else pytest.mark.turn)
-        for name in WRONG
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRONG)
 def test_a_defect_is_found(name: str, root: Path) -> None:
     outcome = outcome_of(name, root)
     assert outcome.status == "failed", outcome.message

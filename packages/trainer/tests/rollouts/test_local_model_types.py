@@ -65,6 +65,7 @@ def is_right(rollout, folder, prompts=PROMPTS):
         assert float((own - torch.tensor(completion.log_probs)).abs().max()) < NEAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     some_nightly([name for name in MODEL_TYPES if name not in NOT_ITSELF], taken=TAKEN),

@@ -128,6 +128,7 @@ def rollout(name: str, root: Path, dtype: str = "float32") -> Target:
     return Target(backend=name, root=root, dtype=dtype, partner="fsdp2", rollout=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "dtype"),
     [
@@ -142,6 +143,7 @@ def test_case(one: Case, dtype: str, root: Path) -> None:
     assert outcome.status == "passed", outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_a_defect_is_found(name: str, root: Path) -> None:
     case, words = FOUND_BY[name]
@@ -158,6 +160,7 @@ def test_a_rollout_without_images_that_completes_text_is_right_beside_a_tower(ro
         assert outcome.status in ("passed", "refused"), outcome.message
 
 
+@pytest.mark.slow
 def test_a_rollout_that_refuses_videos_by_their_name_is_right(root: Path) -> None:
     one = load_cases()["rollout.undeclared_videos"]
     outcome = run_case(one, rollout(RIGHT_ABOUT_IMAGES, root))

@@ -70,6 +70,7 @@ print(torch.get_num_threads(), said, set_threads())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 @pytest.mark.parametrize(
     ("given", "words"),

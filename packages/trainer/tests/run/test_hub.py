@@ -115,6 +115,7 @@ def train(hub, sums_model, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_model_of_the_last_step_is_pushed(train, hub, tmp_path):
     done = train()
     assert done.returncode == 0, done.stderr
@@ -129,6 +130,7 @@ def test_the_model_of_the_last_step_is_pushed(train, hub, tmp_path):
     assert hub.messages == ["rl, step 3"]
 
 
+@pytest.mark.slow
 def test_without_the_right_to_write_nothing_begins(train, hub, tmp_path):
     done = train(token="hf_of_a_stranger")
     assert done.returncode == 2
@@ -137,7 +139,7 @@ def test_without_the_right_to_write_nothing_begins(train, hub, tmp_path):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 def test_a_push_that_fails_loses_nothing_and_the_same_command_pushes_again(train, hub, tmp_path):
     hub.is_open = False
     done = train()
@@ -152,6 +154,7 @@ def test_a_push_that_fails_loses_nothing_and_the_same_command_pushes_again(train
     assert "config.json" in hub.files
 
 
+@pytest.mark.slow
 def test_a_malformed_name_is_refused_before_the_run(train):
     done = train(name="owner/name/extra")
     assert done.returncode == 2

@@ -103,7 +103,7 @@ def press(process: subprocess.Popen[str], *, times: int) -> None:
         os.killpg(process.pid, signal.SIGINT)
 
 
-WHERE = ["here", "workers", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed])]
+WHERE = ["here", "workers", pytest.param("ray", marks=pytest.mark.distributed)]
 
 
 def placed(where: str) -> dict:
@@ -113,7 +113,7 @@ def placed(where: str) -> dict:
     return {"reward": {"workers": 2}} if where == "workers" else {}
 
 
-@pytest.mark.turn
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
     process = running(**placed(where), run={"save_every": 0})
@@ -128,12 +128,10 @@ def test_one_press_ends_the_step_and_saves(running, tmp_path, where):
     wait_for_the_end_of(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
-    [
-        *WHERE[:2],
-        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.distributed, pytest.mark.nightly]),
-    ],
+    [*WHERE[:2], pytest.param("ray", marks=[pytest.mark.distributed, pytest.mark.nightly])],
 )
 def test_a_second_press_ends_it_with_one_line_and_leaves_nothing(running, where):
     process = running(**placed(where))
@@ -161,6 +159,7 @@ importlib.import_module("omegaconf")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_press_in_an_import_ends_the_command_with_one_line(tmp_path, sft_file, ranks):
     (marks := tmp_path / "marks").mkdir()

@@ -78,7 +78,6 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return ranks
 
 
-@pytest.mark.turn
 def test_ctrl_c_ends_the_step_with_status_zero_and_no_traceback(begin, tmp_path):
     (tmp_path / "wait").touch()
     process = begin()
@@ -114,7 +113,6 @@ def test_a_second_press_ends_all_ranks_with_one_line_and_no_traceback(begin, tmp
     until(lambda: not [rank for rank in ranks if runs(rank)])
 
 
-@pytest.mark.turn
 def test_a_failure_is_said_once_and_is_the_status(begin, tmp_path):
     (tmp_path / "fail").touch()
     process = begin()
@@ -137,7 +135,6 @@ def test_a_rank_that_is_killed_ends_the_others(begin, tmp_path):
     assert "rank 1" in said
 
 
-@pytest.mark.turn
 def test_it_trains_as_torchrun_does(begin, sums_model, tmp_path):
     said, _ = (process := begin()).communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, said

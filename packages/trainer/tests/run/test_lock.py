@@ -45,7 +45,6 @@ def test_every_kind_of_run_takes_the_lock(sums_model, taken, monkeypatch, what):
         what(configure(sums_model, taken, eval={"source": str(sums_model / "test.jsonl")}))
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_under_torchrun_all_ranks_end_and_one_says_why(sums_model, taken):

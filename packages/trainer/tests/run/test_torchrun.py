@@ -38,6 +38,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel's signal at a parent's end is Linux'"
@@ -80,6 +81,7 @@ def test_a_rank_whose_torchrun_has_gone_already_ends_by_itself(monkeypatch):
         end_with_torchrun()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_error_that_all_ranks_have_is_said_once(tmp_path):
     (tmp_path / "rl.yaml").write_text("data: {sauce: here}")

@@ -68,6 +68,7 @@ def test_every_evaluation_draws_with_the_runs_seed_and_its_own_temperature(
     assert drawn == [(3, 2, 0.9, 7), (8, 4, 1.0, round_seed(7, 1, 0)), (3, 2, 0.9, 7)]
 
 
+@pytest.mark.slow
 def test_eval_of_sft_measures_loss_and_accuracy_as_training_does(sums_model, tmp_path):
     pytest.importorskip("engine_fsdp", reason="the loop needs an engine")
     test = str(sums_model / "test.jsonl")

@@ -41,6 +41,7 @@ def ends(model, out, **sections) -> EngineError:
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raises", "nan", "agent"])
 def test_a_resumed_run_ends_at_the_failure_at_which_one_left_alone_does(
     sums_model, tmp_path, monkeypatch, kind

@@ -122,6 +122,7 @@ def test_a_metric_with_a_name_of_its_own_has_the_meaning_of_its_kind(name, same)
     assert explain(name) == (MEANINGS.get(same) or explain(same)) != ""
 
 
+@pytest.mark.slow
 def test_each_metric_that_the_code_names_has_a_meaning():
     groups = "|".join(sorted({name.partition("/")[0] for name in MEANINGS}))
     named = re.compile(rf"({groups})/[a-z_]+[a-z0-9]")

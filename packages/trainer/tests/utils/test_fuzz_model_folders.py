@@ -27,6 +27,7 @@ def whole(tmp_path_factory, tokenizer_of):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers, about what it finds in a damaged file
 @fuzz(cost=2)
 @given(damages=DAMAGES)

@@ -91,6 +91,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of transformers, about odd values
 @fuzz()
 @given(data=st.data())

@@ -29,7 +29,6 @@ def sevens(sample):
 """
 
 
-@pytest.mark.turn
 def test_an_agent_and_an_own_reward_give_the_bits_of_one_process(sums_model, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)

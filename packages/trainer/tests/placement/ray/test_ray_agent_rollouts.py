@@ -401,7 +401,6 @@ def test_conversations_go_on_over_syncs_and_a_death_loses_none(
     assert len(pending) <= 2 * 8
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_it_learns_over_turns_while_replicas_never_stop(cluster, sums_model, tmp_path):

@@ -256,7 +256,6 @@ def test_one_step_off_is_one_step_behind_and_reproducible(cluster, sums_model, t
     assert versions == [{0}, {0}, {updates[0]}, {sum(updates[:2])}]
 
 
-@pytest.mark.turn
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_fully_asynchronous_staleness_is_bounded_and_a_death_loses_no_prompt(

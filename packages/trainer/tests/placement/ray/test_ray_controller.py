@@ -65,7 +65,6 @@ def on_one_engine(model: Path, out: Path, **ray) -> dict:
     return tree(model, out, launcher="ray", ray={**ON_RAY, "engines": 1, **ray}, run={"steps": 4})
 
 
-@pytest.mark.turn
 def test_a_cluster_of_its_own_goes_with_the_controller(sums_model, tmp_path, alone):
     plan = tmp_path / "plan.json"
     config = on_one_engine(sums_model, tmp_path / "out")

@@ -112,7 +112,6 @@ def run(model: Path, out: Path, plan: Path, faults: list[dict], *, ray=None, **s
     assert len(engines) == config.ray.engines
 
 
-@pytest.mark.turn
 def test_a_replica_killed_while_it_generates_is_replaced_and_the_result_is_the_same(
     sums_model, tmp_path, plan, alone, caplog
 ):
@@ -195,7 +194,6 @@ def test_a_replica_killed_while_the_engine_trains_is_noticed_then(
     assert sum(row["replicas/lost"] for row in replicas_of(out)) == 1
 
 
-@pytest.mark.turn
 def test_without_any_replica_left_the_run_ends_with_the_cause(sums_model, tmp_path, plan):
     faults = [fault("rollout-0", "generate_and_score"), fault("rollout-1", "generate_and_score")]
     said = r"(?s)no replica is left.*rollout-[01], generate_and_score: the worker died"
@@ -226,7 +224,6 @@ FULL = {
 }
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize(
     "faults",
     [
@@ -262,7 +259,6 @@ def in_flight() -> Iterator[str]:
     RolloutRegistry.unregister(in_flight_local.BACKEND)
 
 
-@pytest.mark.turn
 def test_replicas_that_take_weights_in_flight_are_replaced_and_no_prompt_is_lost(
     sums_model, tmp_path, plan, in_flight
 ):

@@ -385,6 +385,7 @@ def test_a_folder_that_ray_cannot_use_is_said(tmp_path, said):
     assert said in done.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_cluster_starts_leaves_none():
     code = """
 import ray

@@ -97,7 +97,6 @@ def wire_bytes(out: Path) -> float:
     return rows[-1].get("sync/wire_bytes", 0.0)
 
 
-@pytest.mark.turn
 @pytest.mark.parametrize(
     ("engines", "rollouts"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.nightly)]
 )
@@ -113,7 +112,6 @@ def test_apart_it_ends_as_beside_the_engine_bit_for_bit(beside, apart, caplog, e
     assert wire_bytes(beside(engines)) == 0
 
 
-@pytest.mark.turn
 def test_a_rollout_without_a_wire_is_sent_whole_tensors_in_four_times_the_bytes(
     model, tmp_path, beside, apart, caplog
 ):
