@@ -53,6 +53,7 @@ def close(one: peers.Said, near: float = NEAR) -> None:
         assert completion.log_probs == pytest.approx(told, abs=near)
 
 
+@pytest.mark.slow
 def test_every_version_is_served_as_the_engine_and_as_a_merged_sync_have_it(
     said: dict[str, Any],
 ) -> None:

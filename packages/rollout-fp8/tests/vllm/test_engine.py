@@ -14,6 +14,7 @@ from engine_conformance.ranks import RankPool, get_pool
 pytestmark = [pytest.mark.distributed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (2, "float32")])
 def test_shards_of_a_trained_engine_are_served_as_a_fresh_server_serves_them(
     root: Path, tmp_path: Path, world: int, dtype: str

@@ -39,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_rollout_that_nobody_closed_is_silent_when_the_process_ends(root: Path) -> None:
     model = rollout_model(Target(backend="vllm", device=DEVICE, root=root, rollout=True))
     done = subprocess.run(

@@ -26,11 +26,13 @@ def call(function: str, **kwargs: Any) -> Any:
     return row
 
 
+@pytest.mark.slow
 def test_whatever_ends_a_generation_leaves_nothing_scheduled(model: str) -> None:
     names = ["KeyboardInterrupt", "CancelledError", "SystemExit", "ZeroDivisionError"]
     assert call("interrupted", model=model) == [(name, False) for name in names]
 
 
+@pytest.mark.slow
 def test_an_engine_whose_step_failed_is_no_good_for_anything(model: str) -> None:
     errors, scheduled = call("failed_steps", model=model)
     for error in errors:
@@ -40,6 +42,7 @@ def test_an_engine_whose_step_failed_is_no_good_for_anything(model: str) -> None
     assert not scheduled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "busy"), [(1, False), (2, True)])
 def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(
     model: str, parallel: int, busy: bool
@@ -53,6 +56,7 @@ def test_the_end_of_a_process_of_vllms_ends_every_call_at_once(
         assert "has ended" in str(error)
 
 
+@pytest.mark.slow
 def test_a_log_prob_that_is_none_is_refused(model: str) -> None:
     for error in call("not_finite", model=model):
         assert isinstance(error, RolloutError)
@@ -60,6 +64,7 @@ def test_a_log_prob_that_is_none_is_refused(model: str) -> None:
         assert "dtype" in error.remedy
 
 
+@pytest.mark.slow
 def test_a_temperature_that_vllm_would_change_is_refused(model: str) -> None:
     said = call("temperatures", model=model)
     for given in (1e-6, 0.005, 3.0):
@@ -69,6 +74,7 @@ def test_a_temperature_that_vllm_would_change_is_refused(model: str) -> None:
     assert all(isinstance(least, float) for least in said.values()), said
 
 
+@pytest.mark.slow
 def test_a_request_that_vllm_refuses_ends_no_other(model: str) -> None:
     (plain, odd), error, goes_on, scheduled = call("refused_requests", model=model)
     assert odd == plain  # what cannot be drawn ends nothing
@@ -78,6 +84,7 @@ def test_a_request_that_vllm_refuses_ends_no_other(model: str) -> None:
     assert not scheduled
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_process_of_vllms_is_an_error_of_the_contract(model: str) -> None:
     error, served = call("worker_errors", model=model)
     assert isinstance(error, RolloutError)
@@ -85,10 +92,12 @@ def test_what_fails_in_a_process_of_vllms_is_an_error_of_the_contract(model: str
     assert served
 
 
+@pytest.mark.slow
 def test_a_start_that_is_interrupted_leaves_no_process(model: str) -> None:
     assert call("interrupted_start", model=model) == ([], [])
 
 
+@pytest.mark.slow
 def test_whatever_vllm_raises_at_its_start_is_an_error_of_the_contract(model: str) -> None:
     architecture, bug, interrupt = call("failed_starts", model=model)
     assert isinstance(architecture, RolloutError)

@@ -43,6 +43,7 @@ def refused(error: EngineError | None, *words: str, kind: type[EngineError] = Ro
     assert all(word in str(error) for word in words), error
 
 
+@pytest.mark.slow
 def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
     first, second, third = peers.PROMPTS
     # More prompts than vLLM begins in one step.
@@ -60,6 +61,7 @@ def test_a_draw_does_not_depend_on_its_batch(model: str) -> None:
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_draws_the_same_and_is_let_go(model: str) -> None:
     # Dynamo keeps what it compiles; `opened` looks whether any weight is left.
     asked = {"model": model, "batches": [peers.PROMPTS], "sampling": peers.GREEDY}
@@ -70,6 +72,7 @@ def test_a_compiled_model_draws_the_same_and_is_let_go(model: str) -> None:
     assert [c.tokens for c in compiled] == [c.tokens for c in eager]
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_keep_their_own_temperature(model: str) -> None:
     # Rows end at different steps, so that vLLM moves rows of its batch while they run.
     prompts = [[*peers.PROMPTS[i % 3], 20 + i] for i in range(6)]
@@ -83,18 +86,21 @@ def test_rows_of_a_batch_keep_their_own_temperature(model: str) -> None:
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_without_seeds_every_call_draws_anew_and_global_random_generators_stay(model: str) -> None:
     tokens, (before, after) = call(peers.drawn_freely, model=model)
     assert len({tuple(row) for row in tokens}) == 3
     assert before == after
 
 
+@pytest.mark.slow
 def test_global_random_generators_and_threads_stay(model: str) -> None:
     before, made, generated, threads = call(peers.random_states, model=model)
     assert before == made == generated
     assert threads
 
 
+@pytest.mark.slow
 def test_background(model: str) -> None:
     said = call(peers.background, model=model)
     alone, beside, greedy = said["beside"]
@@ -121,6 +127,7 @@ def test_background(model: str) -> None:
     refused(said["lost"], "closed")
 
 
+@pytest.mark.slow
 def test_generation_during_a_sync_is_refused(model: str) -> None:
     generate, sync, after = call(peers.during_a_sync, model=model)
     refused(generate, "sync is running")
@@ -128,6 +135,7 @@ def test_generation_during_a_sync_is_refused(model: str) -> None:
     assert after is None
 
 
+@pytest.mark.slow
 def test_weights_and_caches_sleep_apart(model: str, other: str) -> None:
     said = call(peers.naps, model=model, other=other)
     before, after, synced, again = said["tokens"]
@@ -140,6 +148,7 @@ def test_weights_and_caches_sleep_apart(model: str, other: str) -> None:
     refused(half, "caches sleep")
 
 
+@pytest.mark.slow
 def test_a_failed_start_leaves_no_compiled_model(model: str) -> None:
     error, hooks, held = call(peers.left_by_failed_start, model=model)
     refused(error, "not enough memory")
@@ -163,10 +172,12 @@ def test_an_architecture_that_vllm_does_not_know_is_named_without_all_that_it_kn
     assert "LlamaForCausalLM" not in str(error)
 
 
+@pytest.mark.slow
 def test_an_engine_of_float32_on_cuda_is_built_where_triton_does_not_round(model: str) -> None:
     assert call(peers.float32_of_starts, model=model) == {"bfloat16": None, "float32": "ieee"}
 
 
+@pytest.mark.slow
 def test_what_cannot_start_says_why(model: str) -> None:
     refused(call(peers.refused, model=model, enforce_eagre=True), "enforce_eager", kind=ConfigError)
     refused(call(peers.refused, model=model, dtype="float8"), "float8", kind=ConfigError)

@@ -102,6 +102,7 @@ def test_a_vllm_that_reports_log_probs_in_another_way_is_refused(held: HeldOutpu
         held.process([last], timestamp=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_completions_are_those_that_stream(root: Any) -> None:
     """Each is processed once where it is read at its end, and at each of its steps if it streams.

@@ -36,23 +36,18 @@ pytestmark = [
 ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="vLLM's CPU build does not serve it")
 FAMILIES = [
     pytest.param("qwen2_5_vl", {"tie_word_embeddings": True}, id="qwen2_5_vl-tied"),
-    pytest.param("qwen2_vl", {}, marks=pytest.mark.slow, id="qwen2_vl"),
+    pytest.param("qwen2_vl", {}, id="qwen2_vl"),
     pytest.param("qwen2_5_vl", {}, marks=pytest.mark.nightly, id="qwen2_5_vl"),
-    pytest.param("qwen3_vl", {}, marks=pytest.mark.slow, id="qwen3_vl"),
-    pytest.param("internvl", {}, marks=pytest.mark.slow, id="internvl"),
+    pytest.param("qwen3_vl", {}, id="qwen3_vl"),
+    pytest.param("internvl", {}, id="internvl"),
     pytest.param("gemma3", {}, marks=ON_A_GPU, id="gemma3"),
 ]
 
 # Families with linear attention, which vLLM's CPU build computes in bf16 alone.
 HYBRIDS = [
     pytest.param("qwen3_5", {}, id="qwen3_5"),
-    pytest.param(
-        "qwen3_5",
-        {"tie_word_embeddings": True},
-        marks=pytest.mark.slow,
-        id="qwen3_5-tied",
-    ),
-    pytest.param("qwen3_5_moe", {}, marks=pytest.mark.slow, id="qwen3_5_moe"),
+    pytest.param("qwen3_5", {"tie_word_embeddings": True}, id="qwen3_5-tied"),
+    pytest.param("qwen3_5_moe", {}, id="qwen3_5_moe"),
 ]
 
 
@@ -102,6 +97,7 @@ def found(pool: RankPool, folder: Path) -> dict[str, Any]:
     return call(pool, "behaviour", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_log_probs_behind_images_are_transformers_and_the_engines_after_every_sync(
     tmp_path: Path, pool: RankPool, family: str, changes: dict[str, Any]
@@ -114,6 +110,7 @@ def test_log_probs_behind_images_are_transformers_and_the_engines_after_every_sy
     assert apart["banned"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes"), HYBRIDS)
 def test_in_bf16_log_probs_behind_images_and_text_are_as_near_to_float64_as_transformers(
     tmp_path: Path, pool: RankPool, family: str, changes: dict[str, Any]
@@ -151,6 +148,7 @@ def test_nothing_of_a_closed_rollout_is_left_and_another_begins(
     call(pool, "one_after_another", folder)
 
 
+@pytest.mark.slow
 def test_no_completion_has_a_token_of_an_image_or_a_video(found: dict[str, Any]) -> None:
     """Nearly each token is as likely as any other at a temperature of 50."""
     tokens = {token for one in found["flat"] for token in one.tokens}
@@ -179,13 +177,8 @@ def test_images_that_are_not_those_of_their_prompt_are_refused_and_it_goes_on(
     assert [one.tokens for one in found["after"]] == [one.tokens for one in found["mixed"]]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2_5_vl",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def test_in_fp8_vllm_quantizes_the_language_model_and_leaves_the_tower(
     tmp_path: Path, pool: RankPool, family: str
 ) -> None:
@@ -248,6 +241,7 @@ def test_without_torchvision_the_remedy_is_to_install_it(pool: RankPool, folder:
     require_error(error, RolloutError, "torchvision", "--torch-backend cpu")
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_processor_is_refused_with_the_files_to_copy(
     tmp_path: Path, pool: RankPool
 ) -> None:

@@ -71,13 +71,14 @@ def expected(
     return log_probs[torch.arange(len(drawn)), drawn].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("executor", "cache", "speculative"),
     [
         ("in_process", "recompute", {}),
         ("in_process", "keep", {}),
-        pytest.param("workers", "recompute", {}, marks=pytest.mark.slow),
-        pytest.param("workers", "keep", {}, marks=pytest.mark.slow),
+        ("workers", "recompute", {}),
+        ("workers", "keep", {}),
         pytest.param(
             "in_process", "recompute", {"speculative": "ngram"}, marks=pytest.mark.nightly
         ),
@@ -136,6 +137,7 @@ def refused(error: EngineError | None, *words: str) -> None:
     assert all(word in str(error) for word in words), error
 
 
+@pytest.mark.slow
 def test_a_failed_sync_ends_what_runs_and_an_abort_in_the_pause_gives_no_new_token(
     model: str, other: str
 ) -> None:

@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sync(
     folder: Path,
 ) -> None:
@@ -45,6 +46,7 @@ def test_qwen3_next_is_as_near_to_float64_as_transformers_in_bf16_after_every_sy
     assert found["audited"] == (DEVICE != "cpu")
 
 
+@pytest.mark.slow
 @ON_A_CPU
 def test_on_a_cpu_other_dtypes_than_bfloat16_are_refused_at_the_start(folder: Path) -> None:
     error = call("refused", folder=str(folder), dtype="float32")

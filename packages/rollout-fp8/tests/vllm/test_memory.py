@@ -40,6 +40,7 @@ def test_one_that_is_closed_asleep_gives_its_memory_back_and_another_begins(
     assert before - after < 64 << 20
 
 
+@pytest.mark.slow
 def test_a_cache_for_the_batch_holds_it_and_hardly_more(model: str) -> None:
     blocks, size, tokens = call(peers.cache_for_batch, model=model, batch_size=5, max_model_len=300)
     assert 5 * 300 <= (blocks - 1) * size < 5 * 384 + 128  # the empty block has the size of vLLM's

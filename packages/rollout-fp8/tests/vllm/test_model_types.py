@@ -16,33 +16,30 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(DEVICE != "cpu", reason="compares vLLM's CPU build"),
 ]
-ALWAYS = ("llama", "gemma2")
-FAMILIES = [
-    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow)
-    for name in (
-        "llama",
-        "gemma2",
-        "mistral",
-        "qwen2",
-        "granite",
-        "granite_swa",
-        "mixtral",
-        "falcon_h1",
-        # Its weights come turned.
-        "gpt2",
-        # It copies into sinks and experts, which it holds turned, without a loader.
-        "gpt_oss",
-        # Each layer has a saved buffer.
-        "gemma4_text",
-        # vLLM has no class of its own for them. The last one has experts.
-        "olmo2",
-        "smollm3",
-        "starcoder2",
-        "mellum",
-    )
-]
+FAMILIES = (
+    "llama",
+    "gemma2",
+    "mistral",
+    "qwen2",
+    "granite",
+    "granite_swa",
+    "mixtral",
+    "falcon_h1",
+    # Its weights come turned.
+    "gpt2",
+    # It copies into sinks and experts, which it holds turned, without a loader.
+    "gpt_oss",
+    # Each layer has a saved buffer.
+    "gemma4_text",
+    # vLLM has no class of its own for them. The last one has experts.
+    "olmo2",
+    "smollm3",
+    "starcoder2",
+    "mellum",
+)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_greedy_log_probs_are_transformers_after_every_sync(
     tmp_path: Path, model_type: str

@@ -44,6 +44,7 @@ def call(name: str, **arguments: Any) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_server_that_passes_over_keys_of_yarn_is_refused_by_name(tmp_path: Path) -> None:
     error = run("refuse", write(tmp_path / "model", "llama", rope_parameters=YARN), former=True)
     assert isinstance(error, RolloutError)
@@ -63,6 +64,7 @@ def test_yarn_of_former_versions_gets_the_factor_that_it_lacks(tmp_path: Path) -
     assert found["log_probs"] < NEAR
 
 
+@pytest.mark.slow
 def test_ministral_3_is_served_beyond_its_original_length(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", "ministral3", rope_parameters=SCALED)
     (found,) = get_pool(1, device=DEVICE).run(
@@ -73,6 +75,7 @@ def test_ministral_3_is_served_beyond_its_original_length(tmp_path: Path) -> Non
     assert found["served_as"] == "MistralForCausalLM"
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_scale_attention_is_refused_by_name(tmp_path: Path) -> None:
     folder = write(tmp_path / "model", "ministral3", rope_parameters=SCALED)
     error = run("refuse", folder)

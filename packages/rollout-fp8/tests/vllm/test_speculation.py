@@ -54,6 +54,7 @@ def distributions(model: str, prompts: Sequence[Sequence[int]], drawn: Sequence[
     return found
 
 
+@pytest.mark.slow
 def test_a_greedy_completion_is_that_without_speculation_in_fewer_passes(model: str) -> None:
     asked: dict[str, Any] = {
         "model": model,
@@ -70,6 +71,7 @@ def test_a_greedy_completion_is_that_without_speculation_in_fewer_passes(model: 
     assert {c.passes for c in plain} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["in_process", "workers"])
 def test_drawn_tokens_and_their_log_probs_follow_the_served_model(
     model: str, executor: str

@@ -35,6 +35,7 @@ def call(name: str, **arguments: Any) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_the_engines_model_of_the_class_stays_as_it_was(folder: str) -> None:
     found = call("compare_engine", folder=folder)
     assert found["classes"] == []
@@ -46,12 +47,14 @@ def test_the_engines_model_of_the_class_stays_as_it_was(folder: str) -> None:
     assert before == after != "vllm"
 
 
+@pytest.mark.slow
 def test_compilation_is_refused(folder: str) -> None:
     error = call("refuse", folder=folder, enforce_eager=False)
     require_error(error, ConfigError, "rollout.options.enforce_eager", "Starcoder2ForCausalLM")
     assert "change that class for the whole process" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_version_that_changes_classes_in_another_way_is_refused(
     folder: str, missing: bool
@@ -160,6 +163,7 @@ def test_workers_which_compare_no_attention_are_refused(folder: str) -> None:
     require_error(error, ConfigError, "rollout.options.executor", "Starcoder2ForCausalLM")
 
 
+@pytest.mark.slow
 def test_a_class_that_was_not_compared_on_two_ranks_is_refused(tmp_path: Path) -> None:
     written = write(tmp_path / "model", "olmo2")
     for error in get_pool(2, device=DEVICE).run(

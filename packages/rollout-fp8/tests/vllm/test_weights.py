@@ -48,6 +48,7 @@ def fresh(root: Path) -> dict[Any, list[list[int]]]:
     return dict(zip(SERVED, tokens, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", SERVED, ids=str)
 def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     root: Path, served: tuple[str, bool, str], fresh: dict[Any, list[list[int]]]
@@ -63,6 +64,7 @@ def test_a_sync_serves_what_a_fresh_server_does_and_load_weights_does_not(
     assert synced == fresh[served]
 
 
+@pytest.mark.slow
 def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Path) -> None:
     model, _ = models(root)
     (said,) = call(peers.failures, model=model)
@@ -85,6 +87,7 @@ def test_a_sync_that_fails_is_explained_and_the_next_good_one_is_served(root: Pa
     assert said["tokens"] == [[c.tokens for c in want]] * 4
 
 
+# Of the tests of a sync, this one runs at every change.
 def test_log_probs_are_the_engines(root: Path) -> None:
     target = Target(
         backend="vllm", device=DEVICE, root=root, rollout=True, partner="fsdp2", options=peers.SMALL
