@@ -84,10 +84,8 @@ GENERATORS = (
     "kl_gradients",
     "zoo",
 )
-# CI runs one part of so many of the tests that are marked `slow`.
+# CI runs one part of so many of the tests that are marked `slow`, and of each certificate.
 TURNS = 12
-# These cases are about the layout of ranks, and about data that moves between layouts.
-LAYOUTS = "parallel.*,checkpoint.partner*,export.shards,export.exact"
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -178,9 +176,17 @@ def check_commands(session: nox.Session) -> list[tuple[str, ...]]:
     ]
 
 
-def turn_of(commit: str) -> list[str]:
-    """Return the arguments of pytest for the tests whose turn it is, by the hash of ``commit``."""
-    return ["--turn", f"{int(commit.removesuffix('-dirty'), 16) % TURNS + 1}/{TURNS}"]
+def read_hash(commit: str) -> int:
+    """Return the hash of a commit, as `current_commit` names it, as a number."""
+    return int(commit.removesuffix("-dirty"), 16)
+
+
+def turn_of(commit: str) -> str:
+    """Return which part of the slow tests and of the certificates runs for a commit, as ``5/12``.
+
+    The hash of ``commit`` decides, so that a run can be repeated.
+    """
+    return f"{read_hash(commit) % TURNS + 1}/{TURNS}"
 
 
 def unit_commands(*arguments: str) -> list[tuple[str, ...]]:
@@ -201,34 +207,19 @@ def unit_commands(*arguments: str) -> list[tuple[str, ...]]:
 
 
 def conformance_commands(commit: str) -> list[tuple[str, ...]]:
-    """Return the conformance commands of every engine that the matrix calls tested on a CPU.
+    """Return the commands that run a part of the CPU certificates of two engines.
 
-    The hash of ``commit`` decides which engine has its turn, so that a run can be repeated. That
-    engine runs every case once on two ranks, the quick tier on one, and the cases that need four
-    ranks there; each of the others runs the quick tier on two ranks. `nightly` runs all cases of
-    all engines, and repeats some in each layout and with each option, as `certify` does.
+    The hash of ``commit`` decides which. In time all cases of all engines run in each layout and
+    with each option, as `certify` and `nightly` run them.
     """
     engines = [engine for engine, device in engine_devices(load()) if device == "cpu"]
-    turn = engines[int(commit.removesuffix("-dirty"), 16) % len(engines)]
-    found = []
-    for engine in engines:
-        if engine == turn:
-            runs = [((2,), "--case", "*"), ((4,), "--case", LAYOUTS), ((1,), "--tier", "quick")]
-        else:
-            runs = [((2,), "--tier", "quick")]
-        # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
-        found += [
-            (
-                "engine-conformance",
-                *run_arguments(load(), engine, "cpu", sizes),
-                *chosen,
-                "--quiet",
-                "--patience",
-                "10",
-            )
-            for sizes, *chosen in runs
-        ]
-    return found
+    first = read_hash(commit) // TURNS
+    # A deadline is meant for hangs: a slow test on a busy machine must not reach it.
+    chosen = ("--certify", "--part", turn_of(commit), "--quiet", "--patience", "10")
+    return [
+        ("engine-conformance", *run_arguments(load(), engine, "cpu"), *chosen)
+        for engine in (engines[place % len(engines)] for place in (first, first + 1))
+    ]
 
 
 def side_by_side(
@@ -273,7 +264,8 @@ def tests(session: nox.Session) -> None:
     check_lint(session)
     checks = check_commands(session)
     commit = current_commit()
-    units = unit_commands(*(session.posargs or turn_of(commit)))
+    turn = ("--turn", turn_of(commit))
+    units = unit_commands(*(session.posargs or turn))
     suites = [] if session.posargs else conformance_commands(commit)
     # What is found soon comes soon, and short commands at the end keep all lanes busy.
     side_by_side(session, [*units[:3], *checks, *suites, *units[3:]])
@@ -282,8 +274,8 @@ def tests(session: nox.Session) -> None:
         session.notify("site")
         session.notify("examples", ["--tier", "quick"])
         session.notify("kernels")
-        session.notify("float8", turn_of(commit))
-        session.notify("vllm", turn_of(commit))
+        session.notify("float8", turn)
+        session.notify("vllm", turn)
 
 
 @contextmanager

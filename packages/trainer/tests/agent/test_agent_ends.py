@@ -101,7 +101,7 @@ def test_one_that_fails_ends_the_others_and_their_turns(chat, agents):
 
 @pytest.mark.parametrize("kind", [Scripted, Submitting])
 def test_one_that_pays_no_heed_to_its_cancellation_holds_nobody(chat, agents, kind):
-    slow, fast = agents("stubborn", timeout_s=0.3).run(
+    slow, fast = agents("stubborn", timeout_s=3.0).run(
         kind(chat, "one"), prompts(chat, "slow", "fast"), sampling()
     )
     assert (slow[0].end, slow[0].turns, fast[0].end) == ("timeout", 1, "done")
@@ -122,7 +122,7 @@ def test_an_alarm_while_the_event_loop_waits_is_no_functions_fault(chat, agents,
 
 
 def test_a_turn_that_a_function_left_behind_ends_with_it(chat, agents):
-    rollout = Submitting(chat, "one", seconds=0.08)  # the first is done while the third one runs
+    rollout = Submitting(chat, "one", seconds=NEVER_S)
     found = agents("strays", concurrency=1).run(rollout, prompts(chat, "p", "q", "r"), sampling())
     assert [t.tokens for (t,) in found] == [[], [], []]
     assert len(rollout.submitted) == len(rollout.aborted) == 3
