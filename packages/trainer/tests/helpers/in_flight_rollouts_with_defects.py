@@ -154,6 +154,10 @@ class InFlight(LocalRollout):
     def sequences(self) -> list[Made]:
         return [one for job in self.running for one in job.sequences if one.reason is None]
 
+    def placed(self) -> list[Made]:
+        """Return the completions that have a place, where the others wait for one."""
+        return self.sequences()[: self.places]
+
     def sleep(self, weights: bool = True, kv_cache: bool = True) -> None:
         self.require_idle()
         super().sleep(weights, kv_cache)
@@ -183,7 +187,7 @@ class InFlight(LocalRollout):
             with self.changed:
                 self.changed.wait_for(lambda: self.running or self.closing)
                 self._end_aborted()
-                for sequence in self.sequences()[: self.places]:
+                for sequence in self.placed():
                     self.step(sequence)
                 self._end_whole()
 
@@ -294,7 +298,7 @@ class GeneratesAtHalf(InFlight):
     def _interrupted(self, export: WeightExport) -> Iterator[Any]:
         for place, pair in enumerate(export):
             if place == 12:
-                for one in self.sequences()[: self.places]:
+                for one in self.placed():
                     self.step(one)
             yield pair
 
@@ -419,7 +423,7 @@ class FinishesInside(InFlight):
     def install(self, export: WeightExport, version: int) -> SyncResult:
         stored = [(name, tensor.clone()) for name, tensor in export]
         while self.sequences():
-            for one in self.sequences()[: self.places]:
+            for one in self.placed():
                 self.step(one)
         return super().install(iter(stored), version)
 
@@ -447,12 +451,13 @@ class GoesOnAfterFailure(InFlight):
 
 
 class LosesRunningAlone(GoesOnAfterFailure):
-    """A sync that fails ends what has tokens, and what waits goes on with the old weights."""
+    """A sync that fails ends what has a place, and what waits goes on with the old weights."""
 
     def lose(self) -> None:
         super().lose()
+        placed = self.placed()
         for job in [*self.running]:
-            if any(one.tokens for one in job.sequences):
+            if any(one in placed for one in job.sequences):
                 self.running.remove(job)
                 job.end(_error("lost in a sync that failed"))
 

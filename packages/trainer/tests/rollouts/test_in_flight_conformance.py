@@ -33,8 +33,7 @@ WRONG = {
     "FinishesInside": "the sync let it finish, or its version stayed",
     "BeginsAgain": "[[0, 200], [0, 200], [0, 200], [0, 200]]",
     "GoesOnAfterFailure": f"(missing), generation 0: {_NOT_REFUSED}",
-    # Which generation has no token yet when the sync comes depends on the machine.
-    "LosesRunningAlone": _NOT_REFUSED,
+    "LosesRunningAlone": f"(missing), generation 2: {_NOT_REFUSED}",
     "LosesForOwnErrorsAlone": f"(raises), generation 0: {_NOT_REFUSED}",
     "EndsWithTokens": f"(missing), generation 0: {_NOT_REFUSED}",
     "EndsWithOwnError": "(missing), generation 0: RolloutError expected, got:",
@@ -42,7 +41,7 @@ WRONG = {
     "BreaksAfterFailure": "after a sync that fails during generations (missing)",
     "AbortsLate": "aborted during a sync, generation 0: ",
     "ForgetsAborts": "aborted during a sync, generation 0: ",
-    "AbortsRunningAlone": "aborted during a sync, generation ",
+    "AbortsRunningAlone": "aborted during a sync, generation 2: ",
     "NamesAbortsLength": "'length', not 'abort'",
     "SleepsWhileRunning": f"generations, sleep: {_NOT_REFUSED}",
     "WakesWhileRunning": f"generations, wake_up: {_NOT_REFUSED}",
